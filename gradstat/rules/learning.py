@@ -199,13 +199,11 @@ class NoLearning(Rule):
                 row = int(np.searchsorted(window.steps, steps[at - 1]))
                 rate = window.value("lr", row)
                 self._is_warm_up, self._rate = rate > 1.001 * self._rate, rate
-                now = median(self._recent[-_HALF:])
                 is_small = self._tiny and self._count == _SOON + _HALF and not window.run.has_rival
-                if is_small and now > self.share * self._chance > 0.01 * now:
-                    text = (
-                        f"the median weight begins {self._scale:.2g} times as large as keeps signals their size, and "
-                    )
-                    text += f"the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
+                now = median(self._recent[-_HALF:]) if is_small else 0.0
+                if now > self.share * self._chance > 0.01 * now:
+                    text = f"the median weight begins {self._scale:.2g} times as large as keeps signals their size"
+                    text += f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
                     yield self._once("weights", 0, self._tiny, text, "parameter", _SMALL, size=self._scale)
                 is_due = self._count % _SPAN == 0 and self._count >= self.steps and not self._is_warm_up
                 if is_due:
