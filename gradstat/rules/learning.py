@@ -25,8 +25,9 @@ _CLOSE = 0.75, 1.25
 _CANCELS = 3e-4
 
 # By chance, so many labels are all of a class that has 95 % of them in 1 of 100 trainings; and batches of one class,
-# not all of the same, have so many labels beside the first of each in 1 of 2 ** 16.
-_ALIKE, _BITS = 90, 16
+# not all of the same, have so many labels beside the first of each in 1 of 2 ** 16. That after others batches have one
+# label each is as unlikely by the share of those that had, which is taken for 2 ** -4 if it is less.
+_ALIKE, _BITS, _MOST_BITS = 90, 16, 4
 
 _SCALES = (
     "inputs that are not normalised, or logits or weights with a factor too many",
@@ -99,8 +100,9 @@ class NoLearning(Rule):
         spread, apart: The standard deviation of targets above which, and its ratio to that of the first outputs from
             which on, they are in a raw scale.
         measurements, soon: In at least so many measurements, the first ones, over ``soon`` steps, all labels are of one
-            class. Outputs after an activation, of which the loss takes the softmax, are told at once: if autograd names
-            it, or if they are probabilities in the first step, or after outputs that were none.
+            class; or in four and more later, if those of earlier batches were not. Outputs after an activation, of
+            which the loss takes the softmax, are told at once: if autograd names it, or if they are probabilities in
+            the first step, or after outputs that were none.
     """
 
     name = "no-learning"
@@ -145,9 +147,10 @@ class NoLearning(Rule):
         self._reported: dict[str, int] = {}  # what was found, and when
         self._odd = self._tiny = ""  # a weight that begins far larger than others; the first, if most begin too small
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
-        self._askew_for = self._labels_since = 0  # measurements in a row; a step
+        self._askew_for = 0  # measurements in a row
         self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
-        self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
+        self._labels: list[float] = []  # of the last batches with one label: step, label, how often
+        self._alike = self._differ = 0  # batches before these: with one label, with several
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
         # The share of certain predictions and the number of labels when first measured.
         self._first_certain, self._labelled = math.nan, 1.0
@@ -224,8 +227,8 @@ class NoLearning(Rule):
 
     def _outputs(self, window: Window, outputs: Rows, row: int) -> Iterator[Finding]:
         """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
-        seen = outputs.of((*FIT, "activation", "classes", "labels", "label", "over_samples", LOGITS)).mean[row]
-        *sums, activation, classes, count, label, over, certain = seen.tolist()
+        names = (*FIT, "activation", "classes", "labels", "label", "over_samples", LOGITS)
+        *sums, activation, classes, count, label, over, certain = outputs.of(names).mean[row].tolist()
         step, first = int(outputs.steps[row]), self._first[0] if self._count == 1 else math.nan
         if math.isnan(self._first_certain):
             self._first_certain, self._labelled = np.nan_to_num([certain, max(1.0, count)]).tolist()
@@ -247,22 +250,25 @@ class NoLearning(Rule):
             text = f"the {what} over samples or places in a sequence, not over the classes"
             yield self._once("askew", step, LOGITS, text, "output", _DIM)
         # A discriminator may get real and made samples in passes of their own.
-        if not self._classes or window.run.has_rival or "label" in self._reported or math.isnan(count):
+        if window.run.has_rival or "label" in self._reported or not count > 0:
             return
-        if not self._labels:
-            self._labels_since = step
-        self._labels += [label, count]
-        each, counts = self._labels[::2], self._labels[1::2]
         if not label:
-            self._reported["label"] = step  # of several classes, as it should be
-        elif (
-            len(each) >= self.measurements
-            and step - self._labels_since >= self.soon
-            and (sum(counts) >= _ALIKE or (len({*each}) > 1 and sum(counts) - len(counts) >= _BITS))
-        ):
-            which = "one" if len({*each}) > 1 else "the same"
-            text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
-            yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
+            self._alike, self._differ, self._labels = self._alike + len(self._labels) // 3, self._differ + 1, []
+            return
+        self._labels += [step, label, count]
+        since, each, counts = self._labels[0], self._labels[1::3], self._labels[2::3]
+        is_same, before = len({*each}) == 1, self._alike + self._differ
+        text = f"in each of {len(each)} batches looked at, all labels are of {'the same' if is_same else 'one'} class"
+        if before:
+            text += f"; of {before} before, {self._differ} had several"
+            bits = min(math.log2((before + 2) / (self._alike + 1)), _MOST_BITS) * len(each)
+            # A policy, which weighs actions by returns, may settle on one.
+            is_odd = bits >= _BITS and (not sums[3] or count > sums[-1])
+        else:
+            is_enough = self._classes and len(each) >= self.measurements and step - since >= self.soon
+            is_odd = is_enough and sum(counts) >= (_ALIKE if is_same else min(_ALIKE, _BITS + len(counts)))
+        if is_odd:
+            yield self._once("label", int(since), LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
 
     def _fit(self, window: Window, row: int, sums: list[float], loss: float) -> Iterator[Finding]:
         """Judges whether outputs follow their targets, by the ``sums`` of `monitor.outputs.Outputs.take` in a row.
@@ -296,16 +302,17 @@ class NoLearning(Rule):
         related = (outputs - scale * cross) / math.sqrt(outputs * targets)
         self._related.append(min(related, 1.0) if is_known else _UNKNOWN)
         del self._related[: -self.batches]
-        if step < _FITS or len(self._related) < self.batches or _UNKNOWN in self._related or self._is_warm_up:
+        if len(self._related) < self.batches or _UNKNOWN in self._related or self._is_warm_up:
             return
         related = float(np.mean(self._related))
         error = float(np.std(self._related, ddof=1)) / math.sqrt(self.batches)
-        if related < min(self.related, 2 * error):
+        if related > max(self.related, 3 * error):
+            self._reported["followed" if step < _FITS else "follows"] = step
+        elif step >= _FITS and related < min(self.related, 2 * error):
             text = f"outputs of the model and their targets have a correlation of {related:.2g} after {step} steps, "
             text += "as by chance"
-            yield self._once("chance", 0, "loss", text, "series", self.causes, correlation=related, loss=loss)
-        elif related > max(self.related, 3 * error):
-            self._reported["follows"] = step
+            since = self._reported.get("followed", 0)
+            yield self._once("chance", since, "loss", text, "series", self.causes, correlation=related, loss=loss)
 
     def _weights(self, window: Window, parameters: Rows, row: int) -> Iterator[Finding]:
         """Looks at the weights of the first step, and at how far they have come."""
@@ -364,7 +371,7 @@ class NoLearning(Rule):
             text += f"; {self._odd} begins far larger than other weights" * bool(self._odd)
             where = (self._odd, text, "parameter") if self._odd else ("loss", text, "series")
             yield self._once("far", 0, *where, _SCALES, loss=first, chance=usual, share=share)
-        elif soon > 2 * self.far * max(first, self._chance):
+        elif begins < 2 * usual and soon > 2 * self.far * max(first, self._chance):  # others may have other terms
             text = f"within {_SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
             yield self._once("rate", 0, "lr", text, "series", _RATES, loss=soon, first=first)
 
@@ -418,9 +425,7 @@ class NoLearning(Rule):
 
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
-        share = _last_output(window, LOGITS)
-        norm = window.value("norm", row)
-        change = self._change()
+        share, norm, change = _last_output(window, LOGITS), window.value("norm", row), self._change()
         if change is not None:
             return change[0], change[1], f"; {change[2]}"
         if share > 0.3:

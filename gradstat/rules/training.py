@@ -14,7 +14,7 @@ from gradstat._core.text import count_of
 from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
-from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Episodes, Rule, series
+from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, series
 from gradstat.rules.rows import Floats, Observation, Window, rate_name
 from gradstat.rules.spikes import Shift, SpikeRule
 
@@ -53,7 +53,6 @@ class LossSpike(SpikeRule):
         "look at that batch and its labels, and at the learning rate at that step",
         CLIP,
         "lower the learning rate",
-        "for Adam, lower beta2, so that the second moment reacts sooner",
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
@@ -363,7 +362,6 @@ class RefusedStep(Rule):
     """A `gradstat.SpikeGuard` refused the last guarded step before this one; a warning if it refuses one after another.
 
     Args:
-        quiet: After this many steps without a refusal, the next one is reported.
         lasting: From this many refusals in a row the level has changed, rather than a value.
     """
 
@@ -372,10 +370,10 @@ class RefusedStep(Rule):
     causes = ("an unusual or damaged batch", "a learning rate too high, or a lasting change of the loss")
     advice = ("look at the batches of refused steps", "guard.read() counts them, by loss and norm")
 
-    def __init__(self, quiet: int = 100, lasting: int = 5) -> None:
+    def __init__(self, lasting: int = 5) -> None:
+        super().__init__()
         self.lasting = lasting
         self._in_a_row = 0
-        self._episodes = Episodes(quiet)
 
     def bands(self) -> Mapping[str, Band]:
         return {"refused": (0.0, 1.0)}

@@ -182,10 +182,10 @@ class UnchangedParameter(Rule):
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rows, gradients = window.rows("parameter"), window.latest.get("gradient")
+        rows, gradients = window.rows("parameter"), window.rows("gradient")
         if rows is None or gradients is None:
             return
-        names = rows.names
+        names, gradients = rows.names, gradients.of(rows.names)
         counts, since = self._same_for.values_for(names), self._since.values_for(names)
         # Both stay the same only by chance if any element changes.
         last_sums, last_squares = self._sums.values_for(names), self._squares.values_for(names)
@@ -195,7 +195,7 @@ class UnchangedParameter(Rule):
             last_sums[:], last_squares[:] = sums, squares
             yield from self._hardly(window, rows, row)
             enough = 1 if same.all() else self.measurements
-            largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
+            largest = np.nan_to_num(gradients.max_abs[min(np.searchsorted(gradients.steps, step), len(gradients) - 1)])
             # It has a gradient by which its optimizer could change it.
             same &= largest > max(self.rounding * largest.max(initial=0.0), VanishingGradient.limit)
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound

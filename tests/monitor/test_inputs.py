@@ -479,6 +479,37 @@ def test_targets_of_other_samples_are_told(name: str) -> None:
     assert "their targets have a correlation of" in text or "guessing among 4 classes" in text
 
 
+def from_the_middle(targets: Batch, later: Batch) -> Batch:
+    return lambda step: (targets if step < 150 else later)(step)
+
+
+@pytest.mark.parametrize("name", ["classes", "log probabilities"])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_labels_that_become_equal_are_told(name: str, is_sorted: bool) -> None:
+    loss, targets, outputs, wrap = FITS[name]
+
+    def equal(step: int) -> Tensor:
+        first = targets(step // 20 if is_sorted else 0)
+        return first[:1].expand_as(first)
+
+    told = f"all labels are of {'one' if is_sorted else 'the same'} class; of 9 before, 9 had several"
+    assert any(told in text for text in fitted(loss, from_the_middle(targets, equal), outputs, wrap))
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "outputs"),
+    [
+        # A policy that settles on an action, whose actions are weighed by returns; a batch of one sample; rare classes.
+        (lambda x, y: (nll_loss(x.log_softmax(-1), y, reduction="none") * torch.rand(len(y))).mean(),
+         from_the_middle(lambda step: score(step, 4).argmax(1), lambda step: torch.ones(len(normal(0))).long()), 4),
+        (lambda x, y: cross_entropy(x[:1], y[:1]), lambda step: score(step, 4).argmax(1), 4),
+        (cross_entropy, lambda step: (score(step)[:, 0] > 2.5).long(), 2),
+    ],
+)  # fmt: skip
+def test_equal_labels_are_not_told_where_they_may_be(loss: Loss, targets: Batch, outputs: int) -> None:
+    assert not any("labels are of" in text for text in fitted(loss, targets, outputs))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
