@@ -93,7 +93,7 @@ class LossSpike(SpikeRule):
         shifts = self.shifts(window.steps, losses, 1)
         for _, step, loss, shift in self.in_order(window, self.series, shifts):
             if shift is not None:
-                yield from self._of_shift(shift)
+                yield from self._of_shift(shift, window.run.has_rival)
                 continue
             if not math.isfinite(loss):
                 continue
@@ -120,7 +120,7 @@ class LossSpike(SpikeRule):
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean {self.series} of 20 steps has climbed to {mean:.4g}; the lowest was "
                 text += f"{self._lowest:.4g}" + f", and it began at {start:.4g}" * is_above
-                severity = "info" if window.run.has_rival else self.severity  # it may catch up
+                severity = "info" if window.run.has_rival else self.severity
                 causes = (*(_MAXIMIZES if window.run.maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
                 yield self.found(step, self.series, text, "series", severity, causes, mean=mean, lowest=self._lowest)
 
@@ -137,7 +137,7 @@ class LossSpike(SpikeRule):
                     text = f"the {self.series} changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
                     yield self.found(steps[at], self.series, text, causes=WRONG_SIGN, loss=new, before=old)
 
-    def _of_shift(self, shift: Shift) -> Iterable[Finding]:
+    def _of_shift(self, shift: Shift, has_rival: bool) -> Iterable[Finding]:
         before, after = shift.before, shift.after
         beginning = self.beginning()
         progress = beginning - before
@@ -148,9 +148,9 @@ class LossSpike(SpikeRule):
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
         if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
             text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
-            yield self.found(
-                shift.began, self.series, text, causes=(*CHANGED, self.causes[-1]), loss=after, median=before
-            )
+            severity: Severity | None = "info" if has_rival else None  # it may catch up
+            causes = (*CHANGED, self.causes[-1])
+            yield self.found(shift.began, self.series, text, "series", severity, causes, loss=after, median=before)
 
 
 _SIGNALS = ("loss", "norm")
