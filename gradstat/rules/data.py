@@ -20,8 +20,8 @@ class BatchRange(Rule):
     Args:
         factor: Largest magnitude over the largest one before; smallest standard deviation before over that of now.
         offset: Smallest magnitude of values of one sign over the largest one before.
-        measurements: Minimum number of earlier measurements. If the model's first input has a single value in so many
-            from the beginning on, and no other input varies, that is a finding, too.
+        measurements: Minimum number of earlier measurements. If the model's first input is zero in so many from the
+            beginning on, and no other input is not, that is a finding, too.
         in_a_row: Number of measurements in a row with a standard deviation that is too small. One of zeros and ones,
             such as a mask, is not judged by it.
         spread: The first input has a larger standard deviation from the beginning on, and so has the gradient of the
@@ -51,7 +51,6 @@ class BatchRange(Rule):
         self._least_spread: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         self._low_for: dict[str, int] = {}
-        self._single_for: dict[str, int] = {}  # measurements with a single value, since the first
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -109,12 +108,10 @@ class BatchRange(Rule):
         else:
             self._least_spread[name] = 0.0 if is_binary else min(least, spread)
             self._low_for[name] = 0
-        if low == high and self._single_for.get(name, 0) == seen and seen < self.measurements:
-            self._single_for[name] = seen + 1
-            is_alone = all(self._single_for.get(other) for other in rows.names[:i] + rows.names[i + 1 :])
-            if name == _FIRST_INPUT and seen + 1 == self.measurements and rows.tensors.matrices[i] and is_alone:
-                text = f"the model's input {name} has been {low:.3g} everywhere since the first step"
-                yield self.found(0, name, text, about=kind, causes=_FLAT, value=low)
+        is_judged = name == _FIRST_INPUT and seen + 1 == self.measurements and rows.tensors.matrices[i]
+        if is_judged and not any(self._largest.get(other) for other in rows.names):
+            text = f"the model's input {name} has been 0 everywhere since the first step"
+            yield self.found(0, name, text, about=kind, causes=_FLAT)
 
 
 _FIRST_INPUT = "input[0]"

@@ -12,14 +12,14 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import CHANGED, NEVER_INITIALISED, Band, LastingRule, series
+from gradstat.rules.base import NEVER_INITIALISED, Band, LastingRule, series
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
 from gradstat.rules.spikes import NormLevelRule, SpikeRule
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ExplodingGradient(SpikeRule, NormLevelRule):
-    """A total norm that is too large compared to those of earlier steps, or whose level rises at once.
+class ExplodingGradient(SpikeRule):
+    """A total norm that is too large compared to those of earlier steps.
 
     An info if it is that of a single step, or, if the loss is known, which tells whether it does harm, less than a
     hundred times as large.
@@ -28,7 +28,6 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
         sigmas, log_sigmas, factor, lost_progress, min_count, within_steps: As for `SpikeRule`. Norms have heavy tails,
             so healthy steps often exceed three standard deviations.
         single_factor, warmup_factor, window: As there.
-        errors, moves, level_factor: As for `NormLevelRule`.
     """
 
     name = "exploding-gradient"
@@ -55,17 +54,7 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         self._least = 1.0 if window.scalar("loss") is None else 100.0  # the factor from which on it counts
-        for row, step, norm, shift in self.in_order(window, "norm", self.norm_shifts(window, 1)):
-            if shift is not None:
-                # One that has converged may rise, like a loss.
-                relapse = self.lost_progress * (self.beginning() - shift.before)
-                if shift.after - shift.before > relapse and self._episodes.record("level", shift.step):
-                    text = f"the gradient norm rises to a level of {shift.after:.4g} from {shift.before:.4g}"
-                    text += ", and stays there"
-                    severity: Severity = self.severity if shift.after > self._least * shift.before else "info"
-                    causes = *CHANGED, *self.causes
-                    yield self.found(shift.began, "norm", text, "series", severity, causes, norm=shift.after)
-                continue
+        for row, (step, norm) in enumerate(series(window, "norm")):
             if not math.isfinite(norm):
                 continue
             limit, median = min(self._high, self._beyond), self._median
@@ -98,7 +87,7 @@ _FALLEN = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class VanishingGradient(NormLevelRule):
-    """Gradients that are almost zero in total, whose level falls at once, or that shrink from layer to layer.
+    """Gradients almost zero in total, whose level falls at once (an info beside a rival), or shrinking by layers.
 
     Args:
         limit: A total norm below it is vanishing; an info if the loss is the lowest so far, up to a hundredth of how
@@ -149,11 +138,12 @@ class VanishingGradient(NormLevelRule):
                 severity: Severity | None = "info" if has_converged else None
                 began = step - self.in_a_row + 1
                 yield self.found(began, "norm", text, severity=severity, norm=norm, limit=self.limit)
-        for shift in self.norm_shifts(window, -1):
+        for shift in self.norm_falls(window):
             if self._episodes.record("level", shift.step):
                 before, after = shift.before, shift.after
                 text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
-                yield self.found(shift.began, "norm", text, causes=_FALLEN, norm=after, before=before)
+                severity = "info" if window.run.has_rival else None
+                yield self.found(shift.began, "norm", text, "series", severity, _FALLEN, norm=after, before=before)
         rows = window.rows("gradient")
         if rows is not None:
             yield from self._layer_by_layer(rows)

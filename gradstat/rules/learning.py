@@ -81,7 +81,8 @@ class NoLearning(Rule):
 
     Args:
         steps: After so many, and then every 64 until it has learned, the median of the last 64 losses is judged, unless
-            the learning rate still rises or more than half of the predictions above chance are right.
+            the learning rate still rises, more than half of the predictions above chance are right, or the losses,
+            below chance, fall by four standard errors.
         share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
         fallen: Unless it is below this share of the first loss, which has other terms, then.
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
@@ -196,6 +197,8 @@ class NoLearning(Rule):
             self._recent = [*self._recent, *more][-_SPAN:]
             if len(self._first) < _SPAN:
                 self._first += more[: _SPAN - len(self._first)]
+            if self._count == _SPAN and self._chance != math.log(max(self._classes, 1)):
+                self._chance = max(self._chance, median(self._first))  # the first one may be that of an easy batch
             if self._count == _SOON and self._classes:
                 yield from self._beginning(window)
             elif self._count == stop and stop >= _SOON + _HALF:
@@ -336,9 +339,10 @@ class NoLearning(Rule):
             return
         self._norm, self._grown = max(norm, 1e-300), 1.0
         judged, scales = sizes_of_weights(parameters, row)
-        if len(judged) < 2:
+        equal = (parameters.field("min") == parameters.field("max"))[row]
+        if len(judged) < 2 or (equal[judged].all() and not equal[weights].all()):
             return
-        name, equal = parameters.names[judged[0]], (parameters.field("min") == parameters.field("max"))[row, judged]
+        name, equal = parameters.names[judged[0]], equal[judged]
         if equal.all():
             text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
             text += "begin alike stay alike"
@@ -394,8 +398,11 @@ class NoLearning(Rule):
             self._reported["learned"] = step  # in the latter case its loss has other terms as well
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
+        halves = np.reshape(self._recent[-2 * _HALF :], (2, -1))
+        is_falling = now < chance and -np.diff(halves.mean(1))[0] > 4 * math.sqrt(halves.var(1).sum() / _HALF)
         # A loss with other terms may end above chance, though it has learned.
-        if is_due and (now >= self.share * chance or is_flat) and now > self.fallen * abs(self._first[0]):
+        is_stuck = (now >= self.share * chance or is_flat) and now > self.fallen * abs(self._first[0])
+        if is_due and is_stuck and not is_falling:
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"

@@ -110,6 +110,8 @@ class RuleRunner:
 
     def _in_context(self, finding: Finding, window: Window) -> Finding:
         """``finding`` with what the scalars show before its other causes."""
+        if finding.rule == LossSpike.name and window.run.has_rival:
+            finding = replace(finding, severity="info")
         if finding.rule not in _GROWS:
             return finding
         causes, advice = list[str](), list[str]()

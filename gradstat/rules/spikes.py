@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar, NamedTuple
@@ -15,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
-from gradstat.rules.base import Rule, series
+from gradstat.rules.base import Rule
 from gradstat.rules.rows import Floats, Window
 
 # Number of values that define the initial level.
@@ -131,7 +129,7 @@ class LevelRule(Rule):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NormLevelRule(LevelRule):
-    """Base of rules on the level of the total gradient norm, on a logarithmic scale.
+    """Base of a rule on the level of the total gradient norm, which falls, on a logarithmic scale.
 
     It may change with the number of parameters that have gradients, as when layers are frozen, and with the learning
     rate, as in a warm-up by epochs; both count for ``settling`` steps.
@@ -151,8 +149,8 @@ class NormLevelRule(LevelRule):
         self._rate = math.nan
         self._changes: list[int] = []  # the last steps in which either changed
 
-    def norm_shifts(self, window: Window, sign: int) -> Iterator[Shift]:
-        """As `shifts`, of the norms of ``window``, with the same ``sign``."""
+    def norm_falls(self, window: Window) -> Iterator[Shift]:
+        """As `shifts`, of the norms of ``window`` that have fallen."""
         rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
         if rows is not None:
             for step, count in zip(rows.steps.tolist(), rows.present.sum(1).tolist(), strict=True):
@@ -163,7 +161,7 @@ class NormLevelRule(LevelRule):
         self._rate = rates[-1]
         pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
         self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
-        for shift in self.shifts(window.steps, np.log(norms), sign):
+        for shift in self.shifts(window.steps, np.log(norms), -1):
             is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
             if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):
                 yield shift._replace(before=math.exp(shift.before), after=math.exp(shift.after))
@@ -172,7 +170,7 @@ class NormLevelRule(LevelRule):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class SpikeRule(LevelRule):
+class SpikeRule(Rule):
     """A series that jumps and stays high, or that jumps beyond all earlier values.
 
     A jump of one step means little: the better a model has learned, the more a single hard sample stands out, at any
@@ -191,7 +189,6 @@ class SpikeRule(LevelRule):
         single_factor: A single value is told if it is above this many times the initial level and the largest in the
             window.
         warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.
-        errors, moves: As for `LevelRule`.
         factor: The limit is also at least this many times the median.
         window: Number of steps in the window.
     """
@@ -207,7 +204,7 @@ class SpikeRule(LevelRule):
     window: int = 100
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        Rule.__init__(self)  # not super(), which may be a `LevelRule`
         self._values: list[float] = []
         self._first: list[float] = []
         self._leaps: list[int] = []
@@ -215,13 +212,6 @@ class SpikeRule(LevelRule):
         self._median = math.nan  # of the window, when it is half full
         self._scatter = 1.0  # the factor by which values of this series usually differ
         self._high = self._beyond = math.inf
-
-    def in_order(
-        self, window: Window, name: str, shifts: Iterable[Shift]
-    ) -> Iterator[tuple[int, int, float, Shift | None]]:
-        """Rows, steps and values of ``name`` in ``window``; each of ``shifts`` behind the value in which it showed."""
-        values = ((row, step, value, None) for row, (step, value) in enumerate(series(window, name)))
-        return heapq.merge(values, [(0, shift.step, 0.0, shift) for shift in shifts], key=operator.itemgetter(1))
 
     def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
 from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, series
 from gradstat.rules.rows import Floats, Observation, Window, rate_name
-from gradstat.rules.spikes import Shift, SpikeRule
+from gradstat.rules.spikes import LevelRule, Shift, SpikeRule
 
 _MAXIMIZES = ("an optimizer made with maximize=True",)
 # So many losses on each side show that the sign has changed.
@@ -24,8 +26,10 @@ _SIGNS = 16
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LossSpike(SpikeRule):
+class LossSpike(SpikeRule, LevelRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
+
+    An info beside a rival, which may catch up, and if a single value jumps.
 
     Or whose sign changes at once: 16 positive losses are followed by 16 negative ones, and of four on either side the
     median magnitude is at least half of the median of the 16 before.
@@ -68,6 +72,7 @@ class LossSpike(SpikeRule):
     moves: float = 3.0
 
     def __post_init__(self) -> None:
+        LevelRule.__post_init__(self)
         super().__post_init__()
         self._lowest, self._error = math.inf, 0.0
 
@@ -90,10 +95,12 @@ class LossSpike(SpikeRule):
         losses = window.scalars.get(self.series, np.empty(0))
         if (losses < 0).any():
             yield from self._signs([*self._recent_steps, *window.steps.tolist()], [*self._recent, *losses.tolist()])
-        shifts = self.shifts(window.steps, losses, 1)
-        for _, step, loss, shift in self.in_order(window, self.series, shifts):
+        values = ((step, loss, None) for step, loss in series(window, self.series))
+        shifts = ((shift.step, 0.0, shift) for shift in self.shifts(window.steps, losses, 1))
+        # A shift comes behind the value in which it showed.
+        for step, loss, shift in heapq.merge(values, shifts, key=operator.itemgetter(0)):
             if shift is not None:
-                yield from self._of_shift(shift, window.run.has_rival)
+                yield from self._of_shift(shift)
                 continue
             if not math.isfinite(loss):
                 continue
@@ -120,9 +127,8 @@ class LossSpike(SpikeRule):
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean {self.series} of 20 steps has climbed to {mean:.4g}; the lowest was "
                 text += f"{self._lowest:.4g}" + f", and it began at {start:.4g}" * is_above
-                severity = "info" if window.run.has_rival else self.severity
                 causes = (*(_MAXIMIZES if window.run.maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
-                yield self.found(step, self.series, text, "series", severity, causes, mean=mean, lowest=self._lowest)
+                yield self.found(step, self.series, text, causes=causes, mean=mean, lowest=self._lowest)
 
     def _signs(self, steps: list[int], losses: list[float]) -> Iterable[Finding]:
         """Finds where ``losses``, of which some may have been looked at before, change their sign at once."""
@@ -137,7 +143,7 @@ class LossSpike(SpikeRule):
                     text = f"the {self.series} changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
                     yield self.found(steps[at], self.series, text, causes=WRONG_SIGN, loss=new, before=old)
 
-    def _of_shift(self, shift: Shift, has_rival: bool) -> Iterable[Finding]:
+    def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after
         beginning = self.beginning()
         progress = beginning - before
@@ -148,9 +154,8 @@ class LossSpike(SpikeRule):
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
         if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
             text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
-            severity: Severity | None = "info" if has_rival else None  # it may catch up
             causes = (*CHANGED, self.causes[-1])
-            yield self.found(shift.began, self.series, text, "series", severity, causes, loss=after, median=before)
+            yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)
 
 
 _SIGNALS = ("loss", "norm")

@@ -20,15 +20,16 @@ class ParameterJump(Rule):
     """A parameter whose size jumped since its last measurement: overwritten, or hit by a wrong update.
 
     If its largest magnitude grew, it must also exceed 1 and all earlier weights, since one that begins near zero may
-    grow by any factor. Parameters with a gradient that are out of place when first measured are reported, too.
+    grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before: some weights are
+    normalised where they are used, or drawn to centres of classes. Parameters with a gradient that are out of place
+    when first measured are reported, too.
 
     Args:
         factor: Factor by which the largest magnitude grew.
         grown: Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root.
             Of the weights in the healthy trainings of the tests, one that grew by 1.07 before grew by 1.6.
         shrunk: Factor by which the norm fell. In those trainings it falls to no less than half between two
-            measurements, except to 1/11 where a WGAN first cuts off its weights. An info if the loss has not risen, as
-            where centres of classes are drawn in.
+            measurements, except to 1/11 where a WGAN first cuts off its weights.
         huge: Magnitude above which no initialised parameter begins.
         unlike: The root mean square of a weight at the start over that of its twins in other layers, of the same shape
             and with a name that differs only in the numbers of layers: the median, or the smaller of two. Initial
@@ -67,7 +68,7 @@ class ParameterJump(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, kept = window.rows("parameter"), len(self._losses)
-        losses = self._losses + np.nan_to_num(window.scalars.get("loss", np.empty(0))).tolist()
+        losses = self._losses + np.nan_to_num(window.scalars.get("loss", np.empty(0)), nan=_HUGE, posinf=_HUGE).tolist()
         self._losses = losses[-_LATELY:]
         if rows is None:
             return
@@ -85,6 +86,10 @@ class ParameterJump(Rule):
             if fresh.any():
                 yield from self._unlike(rows, fresh)
         for row, step in enumerate(rows.steps.tolist()):
+            known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
+            is_enough = len(known) == min(step + 1, _LATELY)
+            has_not_risen = is_enough and median(known[-4:]) <= median(known[:4]) < _HUGE
+            severity: Severity = "info" if has_not_risen else self.severity
             largest = rows.max_abs[row]
             jumped = judged & (earlier > 0) & (largest > self.factor * earlier)
             if jumped.any():
@@ -94,7 +99,7 @@ class ParameterJump(Rule):
                 if self._episodes.record(rows.names[i], step):
                     text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
                     evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
-                    yield self.found(step, rows.names[i], text, "parameter", **evidence)
+                    yield self.found(step, rows.names[i], text, "parameter", severity, **evidence)
             now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
             move = np.log(now / norms)
             grown = judged & (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
@@ -105,9 +110,6 @@ class ParameterJump(Rule):
                     if self._episodes.record(rows.names[i], step):
                         text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
                         text += f"; the same holds for {count - 1} more" * (count > 1)
-                        known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
-                        has_not_risen = len(known) == _LATELY and median(known[-4:]) <= max(known[:-4])
-                        severity: Severity = "info" if changed is fallen and has_not_risen else self.severity
                         evidence = {"before": norms[i], "now": now[i], "parameters": count}
                         yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
             is_known = np.isfinite(move)
@@ -136,8 +138,8 @@ class ParameterJump(Rule):
             yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
 
 
-# The loss has risen if the median of the last four of so many is above all before.
-_LATELY = 24
+# The loss has risen if the median of the last four of so many is above that of the first four.
+_LATELY, _HUGE = 60, 1e300
 _SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
 
 
