@@ -345,10 +345,10 @@ def wobbling(count: int, level: float = 1.0) -> list[float]:
     return [level * (1 + 0.05 * math.sin(i * 1.7)) for i in range(count)]
 
 
-def zero_inputs(steps: int, *names: str, shape: tuple[int, ...] = (8, 8)) -> Story:
-    """The first input is zero in all steps, others are not."""
+def zero_inputs(steps: int, *names: str, shape: tuple[int, ...] = (8, 8), size: float = 0.0) -> Story:
+    """The first input is zero in all steps, or of another ``size``; others are not."""
     names = names or ("input[0]",)
-    rows = {step: [row(0.0), row()][: len(names)] for step in range(steps)}
+    rows = {step: [row(size), row()][: len(names)] for step in range(steps)}
     return rows_of("input", rows, names=names, shapes=[shape] * len(names))
 
 
@@ -383,7 +383,7 @@ CASES = [
           one("batch", [1.0] * 19 + [0.0] * 5, 1), one("batch", [1.0] * 10 + [0.0] + [1.0] * 10 + [0.0] * 5, 1))),
     Case("batch-range", zero_inputs(20), 0, "input[0]",
          (zero_inputs(19), zero_inputs(20, "input[1]"), zero_inputs(20, shape=(64,)),
-          zero_inputs(20, "input[0]", "input[1]"))),
+          zero_inputs(20, "input[0]", "input[1]"), zero_inputs(20, size=1.0))),
     Case("label-out-of-range", seen("label", labels(0, 4)), 3, "batch[1]", (seen("other", labels(0, 4)),)),
     Case("constant-feature", shares("constant", [0.2, 1.0, 1.0]), 50, "x", (shares("constant", [0.2, 1.0, 0.2]),)),
     Case("constant-feature", shares("constant", [0.2, 0.95, 0.95, 0.95]), 50, "x",
@@ -543,6 +543,8 @@ CASES = [
          (learning([2.1] * 255), learning([2.1] * 300, certain=0.0, right=0.6), learning([1.0] * 300),
           learning([2.1] * 80 + [1.8] * 80 + [2.1] * 200),
           learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),
+          learning(np.linspace(2.1, 2.06, 256).tolist()),  # it begins to learn
+          learning([20.0] + [30.0, 25.0] * 60 + [22.0] * 180),  # sums over batches of which the first is small
           learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()))),
     # Guessing among 8 classes has a loss of 2.08.
     Case("no-learning", learning([-3.0] * 40 + [-8.2] * 88), 63, "loss",
@@ -796,9 +798,9 @@ def without(since: int, **sizes: int) -> Story:
     )
 
 
-def beside_losses(losses: Sequence[float]) -> Story:
-    """A weight that falls to nothing beside another, and losses."""
-    rows = {0: [row(), row()], 50: [row(), row()], 100: [row(0.01), row()]}
+def beside_losses(losses: Sequence[float], size: float = 0.01) -> Story:
+    """A weight that becomes ``size`` times as large beside another, and losses."""
+    rows = {0: [row(), row()], 50: [row(), row()], 100: [row(size), row()]}
     return rows_of("parameter", rows, names=("x", "y"), shapes=[(8, 8)] * 2, scalars={"loss": losses})
 
 
@@ -872,6 +874,12 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
         "parameter-jump", beside_losses([0.9] * 101), [("info", 100, "x")]),
     "a weight that is overwritten with zeros": (
         "parameter-jump", beside_losses([0.9] * 97 + [1.1] * 4), [("error", 100, "x")]),
+    "a weight that is normalised where it is used": (
+        "parameter-jump", beside_losses(np.linspace(1, 0.5, 101).tolist(), 200), [("info", 100, "x")]),
+    "a weight that is overwritten, and the loss with it": (
+        "parameter-jump", beside_losses([0.9] * 97 + [math.nan] * 4, 200), [("error", 100, "x")]),
+    "a weight that is overwritten, and no loss": (
+        "parameter-jump", beside_losses([math.nan] * 101, 200), [("error", 100, "x")]),
     "a second moment in a branch that begins small": (
         "small-second-moment",
         rows_of("exp_avg_sq", {step: [row(0.9e-16), row(), row()] for step in (0, 50, 100)}, names=("x", "y", "z"),
