@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
 from gradstat.rules.base import NEVER_INITIALISED, Band, LastingRule, series
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
-from gradstat.rules.spikes import NormLevelRule, SpikeRule
+from gradstat.rules.spikes import LevelRule, Shift, SpikeRule
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -53,7 +53,6 @@ class ExplodingGradient(SpikeRule):
         return {"norm": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        self._least = 1.0 if window.scalar("loss") is None else 100.0  # the factor from which on it counts
         for row, (step, norm) in enumerate(series(window, "norm")):
             if not math.isfinite(norm):
                 continue
@@ -73,7 +72,8 @@ class ExplodingGradient(SpikeRule):
         text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
         finite_median = None if math.isnan(median) else median
-        severity: Severity = "info" if not self._lasts or norm <= self._least * median else self.severity
+        least = 1.0 if window.scalar("loss") is None else 100.0  # the factor from which on it counts
+        severity: Severity = "info" if not self._lasts or norm <= least * median else self.severity
         return self.found(began, name, text, about, severity, norm=norm, median=finite_median, limit=limit, share=share)
 
 
@@ -86,7 +86,7 @@ _FALLEN = (
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class VanishingGradient(NormLevelRule):
+class VanishingGradient(LevelRule):
     """Gradients almost zero in total, whose level falls at once (an info beside a rival), or shrinking by layers.
 
     Args:
@@ -97,7 +97,10 @@ class VanishingGradient(NormLevelRule):
         correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
         layers: Minimum number of weights of two dimensions and more.
         in_a_row: Number of steps in a row.
-        errors, moves, level_factor: As for `NormLevelRule`.
+        errors, moves: As for `LevelRule`, on a logarithmic scale.
+        level_factor: The level moved by at least this factor; batches and progress move it less.
+        settling: It does not count for so many steps after the number of gradients has changed, as when layers are
+            frozen, or the learning rate, as in a warm-up by epochs.
     """
 
     name = "vanishing-gradient"
@@ -117,10 +120,14 @@ class VanishingGradient(NormLevelRule):
     correlation: float = 0.9
     layers: int = 5
     in_a_row: int = 5
+    level_factor: float = 2.2
+    settling: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._low = self._decaying = 0
+        self._present, self._rate = 0, math.nan  # gradients in the last step, and its learning rate
+        self._changes: list[int] = []  # the last steps in which either changed
         self._began = self._lowest = math.nan  # the first loss, and the lowest
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -138,15 +145,34 @@ class VanishingGradient(NormLevelRule):
                 severity: Severity | None = "info" if has_converged else None
                 began = step - self.in_a_row + 1
                 yield self.found(began, "norm", text, severity=severity, norm=norm, limit=self.limit)
-        for shift in self.norm_falls(window):
+        for shift in self._falls(window):
             if self._episodes.record("level", shift.step):
-                before, after = shift.before, shift.after
+                before, after = math.exp(shift.before), math.exp(shift.after)
                 text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
                 severity = "info" if window.run.has_rival else None
                 yield self.found(shift.began, "norm", text, "series", severity, _FALLEN, norm=after, before=before)
         rows = window.rows("gradient")
         if rows is not None:
             yield from self._layer_by_layer(rows)
+
+    def _falls(self, window: Window) -> Iterator[Shift]:
+        """As `shifts`, of the logarithms of norms; without those that something else explains."""
+        rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
+        if rows is not None:
+            for step, count in zip(rows.steps.tolist(), rows.present.sum(1).tolist(), strict=True):
+                if count != self._present:
+                    self._present = count
+                    self._changes.append(step)
+        rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
+        self._rate = rates[-1]
+        pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
+        self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
+        for shift in self.shifts(window.steps, np.log(norms), -1):
+            is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
+            if is_same and shift.before - shift.after > math.log(self.level_factor):
+                yield shift
+        last = int(window.steps[-1]) if len(window.steps) else 0
+        self._changes = [step for step in self._changes if last - step < 2 * self.settling]
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
         # Only the last of these steps is examined, since the decay does not come and go.

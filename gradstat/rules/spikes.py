@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
 from gradstat.rules.base import Rule
-from gradstat.rules.rows import Floats, Window
+from gradstat.rules.rows import Floats
 
 # Number of values that define the initial level.
 _BEGINNING = 20
@@ -125,48 +125,6 @@ class LevelRule(Rule):
         moves = means[fresh:] - means[:-fresh]
         is_far = shift > self.moves * float((sign * moves).max())
         return (after - sign * shift, after, deviation) if is_far else None
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class NormLevelRule(LevelRule):
-    """Base of a rule on the level of the total gradient norm, which falls, on a logarithmic scale.
-
-    It may change with the number of parameters that have gradients, as when layers are frozen, and with the learning
-    rate, as in a warm-up by epochs; both count for ``settling`` steps.
-
-    Args:
-        errors, moves: As for `LevelRule`.
-        level_factor: The level moved by at least this factor. Batches, learning rates and progress move it less.
-    """
-
-    settling: ClassVar[int] = 64
-
-    level_factor: float = 2.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._present = 0  # gradients in the last step
-        self._rate = math.nan
-        self._changes: list[int] = []  # the last steps in which either changed
-
-    def norm_falls(self, window: Window) -> Iterator[Shift]:
-        """As `shifts`, of the norms of ``window`` that have fallen."""
-        rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
-        if rows is not None:
-            for step, count in zip(rows.steps.tolist(), rows.present.sum(1).tolist(), strict=True):
-                if count != self._present:
-                    self._present = count
-                    self._changes.append(step)
-        rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
-        self._rate = rates[-1]
-        pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
-        self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
-        for shift in self.shifts(window.steps, np.log(norms), -1):
-            is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
-            if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):
-                yield shift._replace(before=math.exp(shift.before), after=math.exp(shift.after))
-        last = int(window.steps[-1]) if len(window.steps) else 0
-        self._changes = [step for step in self._changes if last - step < 2 * self.settling]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
