@@ -510,6 +510,19 @@ def test_equal_labels_are_not_told_where_they_may_be(loss: Loss, targets: Batch,
     assert not any("labels are of" in text for text in fitted(loss, targets, outputs))
 
 
+@pytest.mark.parametrize("constant", ["last", "all"])
+@pytest.mark.parametrize("columns", [1, 6])
+def test_weights_that_all_begin_constant_are_told_and_last_layers_are_not(constant: str, columns: int) -> None:
+    torch.manual_seed(0)
+    nets = nn.ModuleList(nn.Sequential(nn.Linear(columns, 16), nn.Tanh(), nn.Linear(16, 2)) for _ in range(2))
+    for net in nets:
+        for layer in (net[0], net[2]) if constant == "all" else (net[2],):
+            nn.init.constant_(layer.weight, 0.05)
+    monitor = gradstat.Monitor(nets, torch.optim.AdamW(nets.parameters()), on_anomaly=RECORD)
+    trained(monitor, lambda step: sum(net(normal(step)[:, :columns]).square().mean() for net in nets), 20)
+    assert any("are equal at the start" in found.text for found in monitor.findings) == (constant == "all")
+
+
 @pytest.mark.parametrize(
     "loss",
     [
