@@ -262,7 +262,7 @@ class LearningRateJump(Rule):
 
     def _faded(self, steps: npt.NDArray[np.int64], rates: Floats) -> Iterable[Finding]:
         """Reports a rate that falls to nearly nothing in a few steps."""
-        every = [*self._course, *rates.tolist()]
+        every = [*self._course, *np.where(steps > 0, rates, math.nan).tolist()]
         self._course = list(filter(math.isfinite, every[-(self.within + self.lasts - 1) :]))
         course = np.array(every)
         padded = np.concatenate([np.zeros(self.within), np.nan_to_num(course)])
@@ -328,7 +328,8 @@ class LearningRateJump(Rule):
             if self._zero_for[name] == self.zeros:
                 since = step - self.zeros + 1
                 yield self.found(since, name, f"{which} has been 0 for {self.zeros} steps", lr=0.0)
-            # A warm-up may begin at 0, or far below earlier rates.
+            # A warm-up may begin at 0, or far below earlier rates. In step 0 it may begin behind the monitor's look.
+            previous = previous if step > 1 else rate
             grown = previous > 0 and rate > self.up * previous
             grown = grown and rate > max(self._largest[name], scheduled * (1 + 1e-9))
             fallen = previous > 0 and rate < previous / self.down and rate > 0
