@@ -20,9 +20,9 @@ class ParameterJump(Rule):
     """A parameter whose size jumped since its last measurement: overwritten, or hit by a wrong update.
 
     If its largest magnitude grew, it must also exceed 1 and all earlier weights, since one that begins near zero may
-    grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before: some weights are
-    normalised where they are used, or drawn to centres of classes. Parameters with a gradient that are out of place
-    when first measured are reported, too.
+    grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before, but for growth by
+    ``factor`` squared: some weights are normalised where they are used, or drawn to centres of classes. Parameters with
+    a gradient that are out of place when first measured are reported, too.
 
     Args:
         factor: Factor by which the largest magnitude grew.
@@ -87,8 +87,8 @@ class ParameterJump(Rule):
                 yield from self._unlike(rows, fresh)
         for row, step in enumerate(rows.steps.tolist()):
             known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
-            is_enough = len(known) == min(step + 1, _LATELY)
-            has_not_risen = is_enough and median(known[-4:]) <= median(known[:4]) < _HUGE
+            is_known = len(known) == min(step + 1, _LATELY) and max(known[:4] + known[-4:]) < _HUGE
+            has_not_risen = is_known and median(known[-4:]) <= median(known[:4])
             severity: Severity = "info" if has_not_risen else self.severity
             largest = rows.max_abs[row]
             jumped = judged & (earlier > 0) & (largest > self.factor * earlier)
@@ -99,7 +99,8 @@ class ParameterJump(Rule):
                 if self._episodes.record(rows.names[i], step):
                     text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
                     evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
-                    yield self.found(step, rows.names[i], text, "parameter", severity, **evidence)
+                    how = severity if largest[i] < self.factor**2 * earlier[i] else self.severity
+                    yield self.found(step, rows.names[i], text, "parameter", how, **evidence)
             now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
             move = np.log(now / norms)
             grown = judged & (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
@@ -112,9 +113,9 @@ class ParameterJump(Rule):
                         text += f"; the same holds for {count - 1} more" * (count > 1)
                         evidence = {"before": norms[i], "now": now[i], "parameters": count}
                         yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
-            is_known = np.isfinite(move)
-            moves += is_known
-            np.maximum(usual, np.abs(move), out=usual, where=is_known)
+            is_finite = np.isfinite(move)
+            moves += is_finite
+            np.maximum(usual, np.abs(move), out=usual, where=is_finite)
             for state, values in ((earlier, largest), (norms, now)):
                 np.copyto(state, values, where=np.isfinite(values))
 

@@ -878,7 +878,9 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
     "a weight that is normalised where it is used": (
         "parameter-jump", beside_losses(np.linspace(1, 0.5, 101).tolist(), 200), [("info", 100, "x")]),
     "a weight that is overwritten, and the loss with it": (
-        "parameter-jump", beside_losses([0.9] * 97 + [math.nan] * 4, 200), [("error", 100, "x")]),
+        "parameter-jump", beside_losses([0.9] * 100 + [math.nan], 200), [("error", 100, "x")]),
+    "a bit flip that does the loss no harm": (
+        "parameter-jump", beside_losses(np.linspace(1, 0.5, 101).tolist(), 1e30), [("error", 100, "x")]),
     "a weight that is overwritten, and no loss": (
         "parameter-jump", beside_losses([math.nan] * 101, 200), [("error", 100, "x")]),
     "a second moment in a branch that begins small": (
