@@ -29,10 +29,9 @@ _SIGNS = 16
 class LossSpike(SpikeRule, LevelRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
-    An info beside a rival, which may catch up, and if a single value jumps.
-
     Or whose sign changes at once: 16 positive losses are followed by 16 negative ones, and of four on either side the
-    median magnitude is at least half of the median of the 16 before.
+    median magnitude is at least half of the median of the 16 before. An info if a single value jumps, or beside another
+    optimizer that trains something else in turn, which may catch up (the runner of the rules sees to that).
 
     Args:
         series: The scalar that is judged: the loss, or one that `gradstat.Monitor.step` was given.
