@@ -172,6 +172,8 @@ _DECAY = ("a schedule that sets weight_decay in place of lr", "an optimizer that
 class LearningRateJump(Rule):
     """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay that jumps.
 
+    The rate of step 0 is compared with none: a program may set it between the backward pass and the step.
+
     Args:
         up: It grows by more than this factor in one step, above all earlier rates and above the ``initial_lr`` of its
             scheduler, which a warm-up that is stepped per epoch may reach at once. If losses or norms are known,
@@ -327,7 +329,7 @@ class LearningRateJump(Rule):
             if self._zero_for[name] == self.zeros:
                 since = step - self.zeros + 1
                 yield self.found(since, name, f"{which} has been 0 for {self.zeros} steps", lr=0.0)
-            # A warm-up may begin at 0, or far below earlier rates. In step 0 it may begin behind the monitor's look.
+            # A warm-up may begin at 0, or far below earlier rates.
             previous = previous if step > 1 else rate
             grown = previous > 0 and rate > self.up * previous
             grown = grown and rate > max(self._largest[name], scheduled * (1 + 1e-9))
