@@ -398,15 +398,19 @@ class NoLearning(Rule):
             self._reported["learned"] = step  # in the latter case its loss has other terms as well
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
-        halves = np.reshape(self._recent[-2 * _HALF :], (2, -1))
-        is_falling = now < chance and -np.diff(halves.mean(1))[0] > 4 * math.sqrt(halves.var(1).sum() / _HALF)
         # A loss with other terms may end above chance, though it has learned.
         is_stuck = (now >= self.share * chance or is_flat) and now > self.fallen * abs(self._first[0])
-        if is_due and is_stuck and not is_falling:
+        if is_due and is_stuck and not (now < chance and self._is_falling()):
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"
             yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
+
+    def _is_falling(self) -> bool:
+        """Whether the mean of the last losses is lower than that of those before by four standard errors."""
+        halves = np.reshape(self._recent, (2, -1))
+        before, now = halves.mean(1).tolist()
+        return bool(before - now > 4 * math.sqrt(halves.var(1).sum() / _HALF))
 
     def _stalls(self, window: Window, row: int) -> Iterator[Finding]:
         """Judges the last losses, up to that of ``row``, without knowing what the model is."""
