@@ -27,12 +27,14 @@ from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.monitor import Monitor
 from gradstat.monitor.arguments import refuse_unknown
 from gradstat.monitor.unwatched import Unwatched
+from gradstat.rules.rows import Observation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MARK = "_gradstat_auto"  # the attribute set on a watched optimizer, which keeps the handle alive
 _handles: weakref.WeakSet[AutoHandle] = weakref.WeakSet()
+_UNUSED = 50  # so many gradients in a row that no step uses are told; four times as many before the first step
 # A gradient, if there is one, and its version, which another backward pass changes.
 _State: TypeAlias = tuple[weakref.ref[Tensor] | None, int]
 
@@ -60,6 +62,9 @@ class AutoHandle:
         self._before: _State = None, 0
         self._after: _State = None, 0
         self._roots: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
+        # How often gradients were zeroed since the last step, and the version of that parameter then.
+        self._unused = self._version = 0
+        self._enough = 4 * _UNUSED  # some programs take the gradient of each sample
         self._clips_late = self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
@@ -114,10 +119,16 @@ class AutoHandle:
             warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
 
     def before_backward(self) -> None:
-        """Notes the gradients; forgets the losses of those that were zeroed."""
+        """Notes the gradients; forgets the losses of those that were zeroed, and tells if nothing uses them."""
         self._before = self._now()
         if not _is_same(self._before, self._after):
             self._roots.clear()
+            version = getattr(self._followed(), "_version", 0)
+            # Not in an evaluation, which may take gradients, and not if something else changes the parameter.
+            is_unused = version == self._version and self._connection.wrapper.training
+            self._unused, self._version = self._unused + 1 if is_unused else 0, version
+            if self._unused == self._enough:
+                self.monitor._observe([Observation("unused", self.monitor.steps, self._unused)])
 
     def after_backward(self, losses: Sequence[Tensor]) -> None:
         """Takes ``losses`` for those of the coming step, if the gradients have changed."""
@@ -184,6 +195,7 @@ class AutoHandle:
         """Marks the coming step of ``optimizer`` as not measured yet."""
         if optimizer is self.optimizer or self._steps_in_place(optimizer):
             self._used, self._measured, self._is_over, self._running = self._measured, None, False, None
+            self._unused, self._enough = 0, max(_UNUSED, 2 * self._unused)
 
     def _steps_in_place(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""

@@ -338,10 +338,15 @@ class Monitor:
             seen: list[Observation] = []
             with self._unwatched.suppress_errors(self.steps, "a batch could not be inspected"):
                 seen = self._collector.inspect_batch(self.steps, batch)
-            self._log.observations += seen
-        if seen:
-            self._review()
+        self._observe(seen)
         return self.findings[first_new:]
+
+    def _observe(self, seen: list[Observation]) -> None:
+        """Reviews what is known before the step is measured, or though no step comes."""
+        if seen:
+            with self._lock:
+                self._log.observations += seen
+            self._review()
 
     def flush(self) -> list[Finding]:
         """Reads and reviews all steps so far, waiting for the device if need be; returns the new findings."""

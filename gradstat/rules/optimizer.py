@@ -78,6 +78,8 @@ class MomentumDrift(Rule):
         falls: Or the ratio falls below this fraction of the smallest so far, and the norm of the momenta below ten
             times this fraction. A momentum of 0.9 keeps 0.005 of itself in 50 steps; in healthy trainings of the tests
             and in public programs the ratio falls to no less than 0.16.
+        sum_falls: The same for a ``momentum_buffer`` whose ratio never was below 1: a sum of gradients, in which weight
+            decay remains when they are gone. Gradients that change their sign in each step leave half of one.
     """
 
     name = "momentum-drift"
@@ -94,8 +96,10 @@ class MomentumDrift(Rule):
         least: float = 1e-4,
         tiny: float = 1e-3,
         falls: float = 0.02,
+        sum_falls: float = 0.1,
     ) -> None:
-        self.factor, self.max_momentum, self.least, self.tiny, self.falls = factor, max_momentum, least, tiny, falls
+        self.factor, self.max_momentum, self.least, self.tiny = factor, max_momentum, least, tiny
+        self.falls, self.sum_falls = falls, sum_falls
         self._largest = 0.0
         self._ratio = self._norm = 0.0  # the smallest so far, as for `least`, the ratio at most 1; 0 if none
         self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
@@ -138,10 +142,12 @@ class MomentumDrift(Rule):
                 lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
                 at, self._lowest, self._count = stop, math.inf, 0
                 norm = math.hypot(*np.nan_to_num(rows.l2_norm[row]).tolist())
-                if count < _ENOUGH or not 0 < norm < lowest < math.inf or not _are_of_all(rows.names, window):
+                if count < _ENOUGH or not (norm and 0 < lowest < math.inf and _are_of_all(rows.names, window)):
                     continue
                 ratio = norm / lowest
-                has_fallen = ratio < self.falls * self._ratio and norm < 10 * self.falls * self._norm
+                # A sum of gradients, as SGD's, was never smaller than they are.
+                falls = self.sum_falls if kind == "momentum_buffer" and self._ratio == 1 else self.falls
+                has_fallen = ratio < falls * self._ratio and norm < 10 * self.falls * self._norm
                 is_small = has_fallen or (window.run.is_torchs and ratio < self.least and norm < self.tiny)
                 if is_small and self._episodes.record("small", step):
                     text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "

@@ -144,10 +144,16 @@ _LATELY, _HUGE = 60, 1e300
 _SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
 
 
+_NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
+_STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
+
+
 class UnchangedParameter(Rule):
     """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
 
-    Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range.
+    Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or, under
+    `gradstat.auto`, gradients were zeroed fifty times in training mode, and twice as often as between two steps
+    before, and no step has used them.
 
     Args:
         measurements: Minimum number of measurements in a row without any change; one if no parameter has changed.
@@ -185,6 +191,9 @@ class UnchangedParameter(Rule):
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("unused"):
+            text = f"gradients were computed and zeroed {seen.value} times, and step() of the optimizer was not called"
+            yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)
         rows, gradients = window.rows("parameter"), window.rows("gradient")
         if rows is None or gradients is None:
             return

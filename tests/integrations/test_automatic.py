@@ -729,6 +729,49 @@ def test_a_diagnosis_of_no_step_is_not_ok_and_says_why() -> None:
     assert "step() of the watched AdamW has not been called; steps of AdamW, with other parameters" in told
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("steps", [0, 7])
+@pytest.mark.parametrize("way", ["none", "other layer", "evaluation", "not zeroed", "another", "by hand", "skipped"])
+def test_gradients_that_no_step_uses_are_told_once(way: str, steps: int, set_to_none: bool) -> None:
+    model, optimizer = made(lr=1e-3)
+    another, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=1.0)
+    handle = gradstat.auto(model, optimizer, on_anomaly="record")
+    enough = 50 if steps else 200
+    for step in range(steps + enough + 70):
+        model.train(way != "evaluation" or step < steps)
+        if way != "not zeroed" or step < steps:
+            optimizer.zero_grad(set_to_none)
+        loss = model[2:](torch.randn(8, 8)) if way == "other layer" and step >= steps else model(torch.randn(8, 4))
+        scaler.scale(loss.square().mean()).backward()
+        if way == "skipped":
+            model[2].weight.grad.fill_(math.inf)
+            scaler.step(optimizer)
+            scaler.update(1.0)
+        elif step < steps:
+            optimizer.step()
+        elif way == "another":
+            another.step()
+        elif way == "by hand":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(1e-3 * parameter)
+    found = [(one.step, one.text) for one in handle.monitor.findings if one.name == "optimizer"]
+    text = f"gradients were computed and zeroed {enough} times, and step() of the optimizer was not called"
+    assert found == [(steps, text)] * (way in ("none", "other layer"))
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(190, False), (210, True)])
+def test_gradients_may_be_taken_of_each_sample(samples: int, is_told: bool) -> None:
+    model, optimizer = made(lr=1e-3)
+    handle = gradstat.auto(model, optimizer, on_anomaly="record")
+    for _ in range(3):
+        for _ in range(samples):
+            optimizer.zero_grad()
+            model(torch.randn(1, 4)).square().mean().backward()
+        optimizer.step()
+    assert [one.step for one in handle.monitor.findings if one.name == "optimizer"] == [0] * is_told
+
+
 def test_a_scaler_of_a_class_defined_later_is_watched() -> None:
     model, optimizer = made()
     handle = gradstat.auto(optimizer, model, on_anomaly="record")

@@ -414,6 +414,7 @@ CASES = [
           series("lr", [1 - i / 200 for i in range(200)]))),
     Case("optimizer-coverage", seen("coverage", covered(left_out=["a.weight"])), 3, "a.weight",
          (seen("coverage", covered()),)),
+    Case("unchanged-parameter", seen("unused", 50), 3, "optimizer", ()),
     Case("gradients-not-zeroed", series("not_zeroed", [math.nan] * 4 + [1.0, 1.0, 1.0]), 3, "gradients",
          (series("not_zeroed", [math.nan, 1.0, math.nan, 1.0, math.nan]), Story(9))),
     Case("replica-mismatch", seen("replicas", report(ok=False, drifted=[report(name="a.bias")])), 3, "a.bias",
@@ -435,6 +436,9 @@ CASES = [
     Case("momentum-drift", replace(moved("exp_avg", [0.1, 0.1, 0.0019]), run=OF_OTHERS), 50, "optimizer",
          (moved("exp_avg", [0.1, 0.1, 0.0021]), moved("exp_avg", [0.1, 0.1, 0.0019], norms={99: 0.8}),
           moved("exp_avg", [0.1, 0.1, 0.021], norms=dict.fromkeys(range(50, 150), 99.0)))),  # clipped
+    Case("momentum-drift", moved("momentum_buffer", [1.1, 1.1, 0.09]), 50, "optimizer",
+         (moved("momentum_buffer", [1.1, 1.1, 0.11]), moved("exp_avg", [1.1, 1.1, 0.09]),
+          moved("momentum_buffer", [0.9, 0.9, 0.09]))),
     Case("momentum-drift", moved("momentum_buffer", [1.0, 99.0, 101.0], norms={100: 1e6}), 100, "x",
          (moved("momentum_buffer", [1.0, 99.0, 101.0], norms={99: 9.0}),)),
     Case("nonfinite-parameter", rows_of("parameter", {0: healthy_rows(), 50: with_nan()}), 50, "b.weight",
