@@ -38,6 +38,8 @@ class Outputs(Switched):
         super().__init__({hook: hook_forward(model, hook)}, on=False)
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._seen and not torch.is_grad_enabled():
+            return  # the pass of which there will be a gradient counts
         computed = [tensor for _, tensor in tensors_in(output, "") if tensor.grad_fn is not None and tensor.dim()]
         logits = getattr(output, "logits", computed[0] if computed else output)
         if self.leaves is None:
@@ -110,6 +112,9 @@ class Outputs(Switched):
         self._seen["activation"] = torch.where(is_askew, 4.0, activation * cancels)
         # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
         is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
+        sums, largest = (torch.linalg.vector_norm(rows, order, -1, dtype=wide) for order in (1, math.inf))
+        used = torch.linalg.vector_norm(rows, math.inf, 0, dtype=wide) > 0
+        self._seen["one_of"] = ((sums <= largest).all() & (used.sum() > 1)).float().reshape(1)
         over = self._seen["over_samples"]
         self._seen["over_samples"] = torch.where(is_last, over.clamp(max=1), over)
         right = (labels == outputs.argmax(-1)).sum() / labelled.clamp(min=1)
@@ -128,7 +133,8 @@ class Outputs(Switched):
         and ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if
         all are in (0, 1]. That is negative if autograd names the function, 4 if the softmax is one over the samples,
         and -5 if it is one of a softmax. ``"over_samples"`` is 1 if the outputs are such a softmax already, or its
-        logarithm, or one over places in a sequence. For the others see `_fit_of`.
+        logarithm, or one over places in a sequence. ``"one_of"`` is 1 if the loss takes one output of each row, not
+        the same in all, as Q-learning takes that of the action. For the others see `_fit_of`.
         """
         seen, self._seen = self._seen, {}
         return seen

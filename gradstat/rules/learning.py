@@ -394,7 +394,7 @@ class NoLearning(Rule):
         if {"chance", "rate", "learned"} & {*self._reported}:
             return
         now, chance = median(self._recent), self._chance
-        if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
+        if now < self.flat_share * chance or last_output(window, "right") > (1 + 1 / self._classes) / 2:
             self._reported["learned"] = step  # in the latter case its loss has other terms as well
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
@@ -436,7 +436,7 @@ class NoLearning(Rule):
 
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
-        share, norm, change = _last_output(window, LOGITS), window.value("norm", row), self._change()
+        share, norm, change = last_output(window, LOGITS), window.value("norm", row), self._change()
         if change is not None:
             return change[0], change[1], f"; {change[2]}"
         if share > 0.3:
@@ -447,7 +447,7 @@ class NoLearning(Rule):
         return "loss", self.causes, ""
 
 
-def _last_output(window: Window, name: str) -> float:
+def last_output(window: Window, name: str) -> float:
     """The number ``name`` of the outputs, when last measured; 0 if it never was."""
     outputs = window.latest.get("output")
     return 0.0 if outputs is None else float(np.nan_to_num(outputs.of((name,)).mean[-1, 0]))

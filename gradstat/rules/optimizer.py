@@ -77,9 +77,8 @@ class MomentumDrift(Rule):
             Only of optimizers of torch, since others keep other things under the same names.
         falls: Or the ratio falls below this fraction of the smallest so far, and the norm of the momenta below ten
             times this fraction. A momentum of 0.9 keeps 0.005 of itself in 50 steps; in healthy trainings of the tests
-            and in public programs the ratio falls to no less than 0.16.
-        sum_falls: The same for a ``momentum_buffer`` whose ratio never was below 1: a sum of gradients, in which weight
-            decay remains when they are gone. Gradients that change their sign in each step leave half of one.
+            and in public programs the ratio falls to no less than 0.16. Below five times this fraction if it never was
+            below 1: a ``momentum_buffer`` that is a sum, in which weight decay remains. Alternating signs leave half.
     """
 
     name = "momentum-drift"
@@ -96,10 +95,8 @@ class MomentumDrift(Rule):
         least: float = 1e-4,
         tiny: float = 1e-3,
         falls: float = 0.02,
-        sum_falls: float = 0.1,
     ) -> None:
-        self.factor, self.max_momentum, self.least, self.tiny = factor, max_momentum, least, tiny
-        self.falls, self.sum_falls = falls, sum_falls
+        self.factor, self.max_momentum, self.least, self.tiny, self.falls = factor, max_momentum, least, tiny, falls
         self._largest = 0.0
         self._ratio = self._norm = 0.0  # the smallest so far, as for `least`, the ratio at most 1; 0 if none
         self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
@@ -145,8 +142,8 @@ class MomentumDrift(Rule):
                 if count < _ENOUGH or not (norm and 0 < lowest < math.inf and _are_of_all(rows.names, window)):
                     continue
                 ratio = norm / lowest
-                # A sum of gradients, as SGD's, was never smaller than they are.
-                falls = self.sum_falls if kind == "momentum_buffer" and self._ratio == 1 else self.falls
+                is_sum = kind == "momentum_buffer" and self._ratio == 1
+                falls = (5 if is_sum else 1) * self.falls
                 has_fallen = ratio < falls * self._ratio and norm < 10 * self.falls * self._norm
                 is_small = has_fallen or (window.run.is_torchs and ratio < self.least and norm < self.tiny)
                 if is_small and self._episodes.record("small", step):

@@ -15,6 +15,7 @@ from gradstat.rules import Rule
 from gradstat.rules.base import WRONG_SIGN, Band, Episodes
 from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
 from gradstat.rules.gradients import ExplodingGradient
+from gradstat.rules.learning import last_output
 from gradstat.rules.rows import Floats, Window
 from gradstat.rules.training import LossSpike
 from gradstat.rules.weights import ParameterJump
@@ -110,7 +111,9 @@ class RuleRunner:
 
     def _in_context(self, finding: Finding, window: Window) -> Finding:
         """``finding`` with what the scalars show before its other causes."""
-        if finding.rule == LossSpike.name and window.run.has_rival:
+        # Errors of one output in each row are of Q-learning.
+        moves = last_output(window, "one_of") and last_output(window, "squares") and finding.causes != WRONG_SIGN
+        if finding.rule == LossSpike.name and (window.run.has_rival or moves):
             finding = replace(finding, severity="info")
         if finding.rule not in _GROWS:
             return finding

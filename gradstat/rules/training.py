@@ -30,8 +30,9 @@ class LossSpike(SpikeRule, LevelRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
     Or whose sign changes at once: 16 positive losses are followed by 16 negative ones, and of four on either side the
-    median magnitude is at least half of the median of the 16 before. An info if a single value jumps, or beside another
-    optimizer that trains something else in turn, which may catch up (the runner of the rules sees to that).
+    median magnitude is at least half of the median of the 16 before. An info if a single value jumps, beside another
+    optimizer that trains something else in turn, which may catch up, or if the loss is one of Q-learning, whose targets
+    jump with the network that makes them (the runner of the rules sees to both).
 
     Args:
         series: The scalar that is judged: the loss, or one that `gradstat.Monitor.step` was given.

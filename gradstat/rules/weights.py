@@ -152,8 +152,7 @@ class UnchangedParameter(Rule):
     """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
 
     Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or, under
-    `gradstat.auto`, gradients were zeroed fifty times in training mode, and twice as often as between two steps
-    before, and no step has used them.
+    `gradstat.auto`, gradients were zeroed fifty times, and twice as often as between earlier steps, without a step.
 
     Args:
         measurements: Minimum number of measurements in a row without any change; one if no parameter has changed.

@@ -393,6 +393,51 @@ def test_outputs_that_fit_to_their_loss_are_not_told(loss: Loss, last: list[nn.M
     assert classify(loss, *last) == []
 
 
+def taken(outputs: Tensor, step: int) -> Tensor:
+    """One output of each row, another one in each step."""
+    return outputs.gather(1, (torch.arange(len(outputs)) + step)[:, None] % outputs.shape[1])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("way", "severity"),
+    [
+        ("one of each row", "info"),
+        ("before another pass", "info"),
+        ("all", "warning"),
+        ("the first", "warning"),
+        ("binary", "warning"),
+        ("wrong sign", "warning"),
+    ],
+)
+def test_a_loss_that_jumps_is_an_info_if_it_takes_one_output_of_each_row(way: str, severity: str) -> None:
+    """So does Q-learning, whose targets jump with the network that makes them."""
+    torch.manual_seed(0)
+    model, truth = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3)), nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    for step in range(220):
+        inputs = torch.randn(32, 6)
+        outputs, targets = model(inputs), truth(inputs).detach()
+        if way == "before another pass":
+            with torch.no_grad():
+                model(inputs)
+        if way not in ("all", "the first"):
+            outputs, targets = taken(outputs, step), taken(targets, step)
+        if way == "binary":
+            flips = torch.where(targets > 0, 1.0, 0.0)
+            loss = binary_cross_entropy_with_logits(outputs, flips if step < 150 else 1 - flips)
+        else:
+            targets = targets + 3 * (step >= 150 and way != "wrong sign")
+            loss = mse_loss(outputs[:, 0], targets[:, 0]) if way == "the first" else mse_loss(outputs, targets)
+            loss = 0.1 + loss if step < 150 or way != "wrong sign" else -0.1 - loss
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+    monitor.flush()
+    assert max(finding.severity for finding in of_rules(monitor, "loss-spike")) == severity
+
+
 def drawn(share: float) -> Batch:
     """Labels of which ``share`` are 0, the others 1."""
     return lambda step: (torch.rand(16, generator=torch.Generator().manual_seed(step)) >= share).long()
@@ -751,7 +796,7 @@ def test_a_sample_is_all_that_large_outputs_take(
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         model(logits)
         torch.autograd.grad(logits, leaf, gradient)
-    assert len(watch.take()) == (13 if elements == 2**23 else 7)
+    assert len(watch.take()) == (14 if elements == 2**23 else 8)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     taken = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]  # negative if given back

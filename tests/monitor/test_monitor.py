@@ -119,7 +119,7 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     assert tables["update"].steps.tolist() == [1, 11, 21]  # measured after the optimizer steps
     assert tables["activation"].names == ("first", "norm", "second", "last")
     assert tables["activation"].steps.tolist() == [0, 10, 20]
-    of_classes = ("logits", "over_samples", "activation", "classes", "labels", "label", "right")
+    of_classes = ("logits", "over_samples", "activation", "one_of", "classes", "labels", "label", "right")
     of_fits = ("outputs", "cross", "residuals", "squares", "count", "samples")
     assert tables["output"].names == of_classes + of_fits
     expected = [(before[11][n] - before[10][n]).norm().item() for n in tables["update"].names]
