@@ -128,8 +128,9 @@ class Collector:
             segments = self._segments = [Segment("gradient", tuple(names), positions)]
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
-        if step == _LOOK_AT_LEAVES:
+        if step == _LOOK_AT_LEAVES or (step > 0 and self.is_due("parameters", step)):
             observations.append(Observation("dropped", step, observers.dropped_by(self._inner)))
+        if step == _LOOK_AT_LEAVES:
             leaves, self._connection.leaves = self._connection.leaves or [], []  # looks at no other loss
             if named.engine is None and not is_distributed(named.parameters):
                 leaves = leaves + ((self._outputs and self._outputs.leaves) or [])

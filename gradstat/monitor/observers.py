@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class Coverage(NamedTuple):
     besides: list[str]  # in the optimizer and watched, but not the model's
     steps: int = 0  # that the optimizer has taken since the last look, as far as known
     changes: int = 0  # in place since then, of one of its parameters
-    decays: tuple[float, ...] = ()  # its weight decay, by group
+    settings: Mapping[str, float] = MappingProxyType({})  # its weight decay and eps, by group
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
@@ -94,7 +95,12 @@ def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence
         frozen=[name for name, parameter in frozen if id(parameter) in trained],
         unknown=unknown,
         besides=besides,
-        decays=tuple(float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups),
+        settings={
+            f"{name} of group {i}": float(group[name])
+            for i, group in enumerate(optimizer.param_groups)
+            for name in ("weight_decay", "eps")
+            if isinstance(group.get(name), int | float)
+        },
     )
 
 

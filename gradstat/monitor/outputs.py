@@ -114,7 +114,9 @@ class Outputs(Switched):
         is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
         sums, largest = (torch.linalg.vector_norm(rows, order, -1, dtype=wide) for order in (1, math.inf))
         used = torch.linalg.vector_norm(rows, math.inf, 0, dtype=wide) > 0
-        self._seen["one_of"] = ((sums <= largest).all() & (used.sum() > 1)).float().reshape(1)
+        are_logarithms = ((outputs[few].exp().sum(-1, dtype=wide) - 1).abs() < 0.01).all()
+        is_one_of = (sums <= largest).all() & (used.sum() > 1) & ~are_logarithms
+        self._seen["one_of"] = is_one_of.float().reshape(1)
         over = self._seen["over_samples"]
         self._seen["over_samples"] = torch.where(is_last, over.clamp(max=1), over)
         right = (labels == outputs.argmax(-1)).sum() / labelled.clamp(min=1)
@@ -134,7 +136,8 @@ class Outputs(Switched):
         all are in (0, 1]. That is negative if autograd names the function, 4 if the softmax is one over the samples,
         and -5 if it is one of a softmax. ``"over_samples"`` is 1 if the outputs are such a softmax already, or its
         logarithm, or one over places in a sequence. ``"one_of"`` is 1 if the loss takes one output of each row, not
-        the same in all, as Q-learning takes that of the action. For the others see `_fit_of`.
+        the same in all and no logarithm of a probability, as Q-learning takes that of the action. For the others see
+        `_fit_of`.
         """
         seen, self._seen = self._seen, {}
         return seen

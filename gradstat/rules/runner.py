@@ -72,7 +72,7 @@ class RuleRunner:
                     findings += list(rule.review(window))
                 except Exception:
                     self._switch_off(rule)
-        findings = [self._in_context(finding, window) for finding in findings]
+            findings = [self._in_context(finding, window) for finding in findings]
         self._remember(window.scalars)
         rows = window.rows("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
@@ -111,10 +111,10 @@ class RuleRunner:
 
     def _in_context(self, finding: Finding, window: Window) -> Finding:
         """``finding`` with what the scalars show before its other causes."""
-        # Errors of one output in each row are of Q-learning.
-        moves = last_output(window, "one_of") and last_output(window, "squares") and finding.causes != WRONG_SIGN
-        if finding.rule == LossSpike.name and (window.run.has_rival or moves):
-            finding = replace(finding, severity="info")
+        if finding.rule == LossSpike.name:
+            # Errors of one output in each row are of Q-learning.
+            moves = last_output(window, "one_of") and last_output(window, "squares") and finding.causes != WRONG_SIGN
+            finding = replace(finding, severity="info") if window.run.has_rival or moves else finding
         if finding.rule not in _GROWS:
             return finding
         causes, advice = list[str](), list[str]()

@@ -166,12 +166,13 @@ def _of_group(name: str) -> str:
     return (name != "lr") * f" of group {name[3:-1]}"
 
 
-_DECAY = ("a schedule that sets weight_decay in place of lr", "an optimizer that was restored, or edited, wrongly")
+_NO_DECAY = 0.05  # of a setting that was 0; a weight decay of 0.5 is far above usual ones
+_SETTINGS = ("a schedule that sets it in place of lr", "an optimizer that was restored, or edited, wrongly")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LearningRateJump(Rule):
-    """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay that jumps.
+    """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay or an eps that jumps.
 
     The rate of step 0 is compared with none: a program may set it between the backward pass and the step.
 
@@ -182,7 +183,7 @@ class LearningRateJump(Rule):
             above those of the 16 steps before, or norms above three times those.
         down: It falls by more than this factor in one step; step schedules divide by 10.
         follows: As for ``up``. A change by no more than 1.5 times the last one, as on a ramp, is no jump either way.
-        decay: The weight decay of a group grows by more than this factor between two looks, and was not 0 before.
+        setting: Weight decay or eps of a group grows by more than this factor between two looks. 0 counts as 0.05.
         zeros: It is 0 for this many steps after it was not. Schedules touch 0 at their end.
         fades, within, lasts: It is, for ``lasts`` steps in a row, below this fraction of its largest value in the
             ``within`` steps before; cosine, linear and polynomial schedules come that low in the last two steps.
@@ -204,7 +205,7 @@ class LearningRateJump(Rule):
     down: float = 20.0
     zeros: int = 20
     follows: int = 16
-    decay: float = 10.0
+    setting: float = 10.0
     fades: float = 1e-3
     within: int = 50
     lasts: int = 5
@@ -218,7 +219,7 @@ class LearningRateJump(Rule):
         self._zero_for: dict[str, int] = {}
         self._scheduled: dict[str, float] = {}
         self._change: dict[str, float] = {}
-        self._decays: list[float] = []  # by group, when last looked at
+        self._settings: dict[str, float] = {}  # when last looked at
         self._looked = 0
         # Of the last steps: step, loss and norm, one after the other; of growths that wait: group, step, before, rate.
         self._signals: list[float] = []
@@ -236,12 +237,12 @@ class LearningRateJump(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
-            for group, (old, new) in enumerate(zip(self._decays, seen.value.decays, strict=False)):
-                if old > 0 and new > self.decay * old and self._episodes.record(f"decay {group}", seen.step):
-                    text = f"the weight decay of group {group} has gone from {old:.4g} to {new:.4g}, after step "
-                    text += f"{self._looked}"
-                    yield self.found(self._looked + 1, "weight_decay", text, causes=_DECAY, before=old, now=new)
-            self._decays, self._looked = [*seen.value.decays], seen.step
+            for name, new in seen.value.settings.items():
+                what, old = name.partition(" ")[0], self._settings.get(name, new)
+                if new > self.setting * (old or _NO_DECAY) and self._episodes.record(name, seen.step):
+                    text = f"{name} has gone from {old:.4g} to {new:.4g}, after step {self._looked}"
+                    yield self.found(self._looked + 1, what, text, causes=_SETTINGS, before=old, now=new)
+            self._settings, self._looked = {**seen.value.settings}, seen.step
         self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
         if first is None:

@@ -406,26 +406,31 @@ def taken(outputs: Tensor, step: int) -> Tensor:
         ("all", "warning"),
         ("the first", "warning"),
         ("binary", "warning"),
+        ("logarithms in sequences", "warning"),
         ("wrong sign", "warning"),
     ],
 )
 def test_a_loss_that_jumps_is_an_info_if_it_takes_one_output_of_each_row(way: str, severity: str) -> None:
     """So does Q-learning, whose targets jump with the network that makes them."""
     torch.manual_seed(0)
-    model, truth = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3)), nn.Linear(6, 3)
+    last = nn.LogSoftmax(-1) if way == "logarithms in sequences" else nn.Identity()
+    model, truth = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3), last), nn.Linear(6, 3)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
     for step in range(220):
-        inputs = torch.randn(32, 6)
+        inputs = torch.randn(*[4] * ("sequences" in way), 32, 6)
         outputs, targets = model(inputs), truth(inputs).detach()
         if way == "before another pass":
             with torch.no_grad():
                 model(inputs)
-        if way not in ("all", "the first"):
+        if way not in ("all", "the first", "logarithms in sequences"):
             outputs, targets = taken(outputs, step), taken(targets, step)
         if way == "binary":
             flips = torch.where(targets > 0, 1.0, 0.0)
             loss = binary_cross_entropy_with_logits(outputs, flips if step < 150 else 1 - flips)
+        elif way == "logarithms in sequences":
+            labels = (targets.argmax(-1) + (step >= 150)) % 3
+            loss = nll_loss(outputs.flatten(0, 1), labels.flatten())
         else:
             targets = targets + 3 * (step >= 150 and way != "wrong sign")
             loss = mse_loss(outputs[:, 0], targets[:, 0]) if way == "the first" else mse_loss(outputs, targets)
@@ -657,25 +662,38 @@ def test_a_dropout_that_leaves_next_to_nothing_is_told(layer: Callable[[], nn.Mo
     model = nn.Linear(6, 4)
     model.layer = layer()
     monitor = trained(watched(model), lambda step: model(normal(step)).square().mean(), 40)
-    texts = [each.text for each in of_rules(monitor, "no-learning")]
-    assert texts == ["the dropout of layer leaves less than a tenth"] * told
+    texts = [(each.step, each.text) for each in of_rules(monitor, "no-learning")]
+    assert texts == [(0, "the dropout of layer leaves less than a tenth")] * told
 
 
+def test_a_dropout_that_is_raised_later_is_told_once() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1))
+
+    def loss(step: int) -> Tensor:
+        model[1].p = 0.1 if step < 60 else 0.95
+        return model(normal(step)).square().mean()
+
+    monitor = trained(watched(model), loss, 220)
+    assert [(each.step, each.name) for each in of_rules(monitor, "no-learning")] == [(100, "1")]
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "eps"])
 @pytest.mark.parametrize(
-    ("before", "after", "told"), [(0.01, 0.11, True), (0.01, 0.09, False), (0.0, 0.1, False), (0.1, 0.001, False)]
+    ("before", "after", "told"),
+    [(0.01, 0.11, True), (0.01, 0.09, False), (0.0, 0.51, True), (0.0, 0.49, False), (0.1, 0.001, False)],
 )
-def test_a_weight_decay_that_jumps_is_told(before: float, after: float, told: bool) -> None:
+def test_a_setting_of_the_optimizer_that_jumps_is_told(name: str, before: float, after: float, told: bool) -> None:
     model = nn.Linear(6, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=before)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
 
     def loss(step: int) -> Tensor:
-        optimizer.param_groups[0]["weight_decay"] = before if step < 60 else after
+        optimizer.param_groups[0][name] = before if step < 60 else after
         return mse_loss(model(normal(step)), score(step))
 
     trained(monitor, loss, 120)
-    found = [(each.step, each.text) for each in of_rules(monitor, "learning-rate-jump")]
-    assert found == [(51, "the weight decay of group 0 has gone from 0.01 to 0.11, after step 50")] * told
+    found = [(each.step, each.name, each.text) for each in of_rules(monitor, "learning-rate-jump")]
+    assert found == [(51, name, f"{name} of group 0 has gone from {before:g} to {after:g}, after step 50")] * told
 
 
 # Large outputs, of which a sample is read -----------------------------------------------------------------------------
