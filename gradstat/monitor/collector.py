@@ -128,7 +128,8 @@ class Collector:
             segments = self._segments = [Segment("gradient", tuple(names), positions)]
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
-        if step == _LOOK_AT_LEAVES or (step > 0 and self.is_due("parameters", step)):
+        is_sampled = step % self._sampled == 0 or step in _EARLY
+        if is_sampled and (step == _LOOK_AT_LEAVES or (step > 0 and self.is_due("parameters", step))):
             observations.append(Observation("dropped", step, observers.dropped_by(self._inner)))
         if step == _LOOK_AT_LEAVES:
             leaves, self._connection.leaves = self._connection.leaves or [], []  # looks at no other loss
@@ -143,7 +144,6 @@ class Collector:
             scalars["not_zeroed"], self._kept.was_kept = 1.0, False
         if self._connection.has_late_clip:
             scalars["late_clip"], self._connection.has_late_clip = 1.0, False
-        is_sampled = step % self._sampled == 0 or step in _EARLY
         if self._inputs is not None:
             try:
                 is_due = is_sampled and self.is_due("parameters", step)

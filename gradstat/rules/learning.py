@@ -164,8 +164,8 @@ class NoLearning(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("dropped"):
             if seen.value and "dropped" not in self._reported:
-                name, step = seen.value[0] or "the model", 0 if seen.step <= _SOON else seen.step
-                text = f"the dropout of {name} leaves less than a tenth"
+                name, step = seen.value[0] or "model", 0 if seen.step <= _SOON else seen.step
+                text = f"the dropout of {seen.value[0] or 'the model'} leaves less than a tenth"
                 text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
                 yield self._once("dropped", step, name, text, "module", *_DROPPED, modules=seen.value[:20])
         losses = window.scalars.get("loss", np.empty(0))
