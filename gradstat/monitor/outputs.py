@@ -20,6 +20,7 @@ _ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
 # Of larger outputs a sample is enough: so many rows, in all so many elements, and so many columns.
 _MOST_ROWS, _MOST_ELEMENTS, _MOST_COLUMNS = 2048, 2**23, 16
 _FEW_PLACES = 4
+_FEW_LABELS = 8  # so many gradients of other losses are not all as those of equal binary labels would be
 
 
 class Outputs(Switched):
@@ -189,7 +190,7 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
     for_logits = sizes / torch.where(is_one, -values, values).sigmoid()
     for_probabilities, most = sizes * torch.where(is_one, values, 1 - values), 1.01 + 4 * torch.finfo(outputs.dtype).eps
     is_binary = _is_one_number(for_logits, most) | _is_one_number(for_probabilities, most)
-    is_binary &= is_one.any() & (residuals > 0).any()
+    is_binary &= (is_one.any() & (residuals > 0).any()) | ((residuals != 0).sum() >= _FEW_LABELS)
     # Without a gradient there is no label.
     residuals = torch.where(is_binary & (residuals != 0), values - is_one.to(values.dtype), residuals)
     is_exact = is_binary

@@ -11,7 +11,6 @@ from gradstat.rules.finite import (
     NonfiniteLoss,
     NonfiniteOptimizerState,
     NonfiniteParameter,
-    SporadicNonfinite,
 )
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.rules.learning import NoLearning
@@ -39,8 +38,7 @@ RULES: tuple[type[Rule], ...] = (
     ParameterJump,
     OverwrittenParameter,
     NonfiniteBuffer,
-    # Its forward pass, and the rule that explains sporadic NaN anywhere.
-    SporadicNonfinite,
+    # Its forward pass.
     NonfiniteActivation,
     NonfiniteLoss,
     LostLoss,

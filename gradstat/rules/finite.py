@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradstat._core.text import as_number, nan_and_inf
+from gradstat._core.text import nan_and_inf
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS, STATE, kind_of
 from gradstat.rules.advice import FIRST_MODULE, SKIP, Remedy, replay
@@ -382,53 +382,6 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
         "memory that was overwritten, or a checkpoint of the optimizer that had NaN or Inf",
     )
     advice = ("clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint", SKIP)
-
-
-class SporadicNonfinite(Rule):
-    """Gradients that are occasionally not finite, each time in another place, with healthy steps in between.
-
-    A bug in the program strikes in the same place; a hardware fault or a race does not. Silent data corruption looks
-    like this (P. H. Hochschild and others, Cores that don't count, HotOS 2021).
-
-    Args:
-        min_count: Number of separate incidents that begin in different parameters.
-        within_steps: Number of steps in which they occur.
-    """
-
-    name = "sporadic-nonfinite"
-    severity = "error"
-    causes = (
-        "a faulty GPU or memory: bit flips occur anywhere",
-        "a race: memory written while it is read, a stream without synchronisation, an extension with a bug",
-    )
-    advice = (
-        "run the same steps from a checkpoint on another device, and diagnostics of GPU and memory on this one",
-        replay("tells whether the step itself is at fault: if the replay is clean, it is not"),
-        "switch off custom kernels and torch.compile one by one",
-    )
-
-    def __init__(self, min_count: int = 3, within_steps: int = 1000) -> None:
-        self.min_count, self.within_steps = min_count, within_steps
-        self._incidents: dict[str, int] = {}  # by step and place, the step
-        self._last_nonfinite = -2
-        self._reported = -int(as_number("within_steps", within_steps)) - 1
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        for _, _, step, nonfinite in () if window.run.is_scaled else _nonfinite_rows(window, "gradient"):
-            going_on, self._last_nonfinite = step == self._last_nonfinite + 1, step
-            if going_on:
-                continue
-            self._incidents[f"{step} {window.run.first_in_backward(nonfinite)}"] = step
-            recent = {key: at for key, at in self._incidents.items() if 0 <= step - at < self.within_steps}
-            self._incidents = recent
-            incidents = [(at, key.partition(" ")[2]) for key, at in recent.items()]
-            places = {name for _, name in incidents}
-            if len(places) >= self.min_count and step - self._reported > self.within_steps:
-                self._reported = step
-                first, first_name = incidents[0]
-                listed = ", ".join(f"{name} at step {when}" for when, name in incidents[-5:])
-                text = f"NaN or Inf in {len(incidents)} separate steps, first in different parameters: {listed}"
-                yield self.found(first, first_name, text, about="gradient", incidents=incidents)
 
 
 KEPT = {kind.name for kind in (NonfiniteParameter, NonfiniteBuffer, NonfiniteOptimizerState)}

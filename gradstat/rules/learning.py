@@ -101,9 +101,9 @@ class NoLearning(Rule):
         spread, apart: The standard deviation of targets above which, and its ratio to that of the first outputs from
             which on, they are in a raw scale.
         measurements, soon: In at least so many measurements, the first ones, over ``soon`` steps, all labels are of one
-            class; or in four and more later, if those of earlier batches were not. Outputs after an activation, of
-            which the loss takes the softmax, are told at once: if autograd names it, or if they are probabilities in
-            the first step, or after outputs that were none.
+            class; or in four and more later, if those of earlier batches were not, or all targets are equal then.
+            Outputs after an activation, of which the loss takes the softmax, are told at once: if autograd names it, or
+            if they are probabilities in the first step, or after outputs that were none.
     """
 
     name = "no-learning"
@@ -144,6 +144,7 @@ class NoLearning(Rule):
         self._ratios: list[float] = []
         self._related: list[float] = []
         self._samples = 0.0
+        self._equal = math.nan  # whether all targets of the last batch were, if they are known
         self._apart = math.nan  # the deviation of the first outputs, 0 if that of targets is not large
         self._reported: dict[str, int] = {}  # what was found, and when
         self._odd = self._tiny = ""  # a weight that begins far larger than others; the first, if most begin too small
@@ -235,6 +236,7 @@ class NoLearning(Rule):
         if math.isnan(self._first_certain):
             self._first_certain, self._labelled = np.nan_to_num([certain, max(1.0, count)]).tolist()
         at = int(np.searchsorted(window.steps, step))
+        self._equal = math.nan
         if all(map(math.isfinite, (*sums, window.value("loss", at)))):
             yield from self._fit(window, at, sums, window.value("loss", at))
         is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
@@ -251,6 +253,8 @@ class NoLearning(Rule):
             what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
             text = f"the {what} over samples or places in a sequence, not over the classes"
             yield self._once("askew", step, LOGITS, text, "output", _DIM)
+        if not count > 0 and self._equal >= 0:
+            label, count = self._equal, self._samples
         # A discriminator may get real and made samples in passes of their own.
         if window.run.has_rival or "label" in self._reported or not count > 0:
             return
@@ -260,12 +264,13 @@ class NoLearning(Rule):
         self._labels += [step, label, count]
         since, each, counts = self._labels[0], self._labels[1::3], self._labels[2::3]
         is_same, before = len({*each}) == 1, self._alike + self._differ
-        text = f"in each of {len(each)} batches looked at, all labels are of {'the same' if is_same else 'one'} class"
+        what = f"labels are of {'the same' if is_same else 'one'} class" if classes > 0 else "targets are equal"
+        text = f"in each of {len(each)} batches looked at, all {what}"
         if before:
             text += f"; of {before} before, {self._differ} had several"
             bits = min(math.log2((before + 2) / (self._alike + 1)), _MOST_BITS) * len(each)
             # A policy, which weighs actions by returns, may settle on one.
-            is_odd = bits >= _BITS and (not sums[3] or count > sums[-1])
+            is_odd = bits >= _BITS and (not sums[3] or count > sums[-1] or self._equal >= 0)
         else:
             is_enough = self._classes and len(each) >= self.measurements and step - since >= self.soon
             is_odd = is_enough and sum(counts) >= (_ALIKE if is_same else min(_ALIKE, _BITS + len(counts)))
@@ -292,8 +297,9 @@ class NoLearning(Rule):
                 yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=loss)
         targets = outputs - 2 * scale * cross + scale**2 * residuals
         # Targets that are equal have a deviation by rounding alone.
-        varies = targets > 1e-5 * scale**2 * residuals and outputs > 0
-        if not varies or {"chance", "follows"} & {*self._reported} or window.run.has_rival:
+        varies = targets > 1e-5 * scale**2 * residuals
+        self._equal = float(not varies) if is_known and residuals > 0 else math.nan
+        if not (varies and outputs > 0) or {"chance", "follows"} & {*self._reported} or window.run.has_rival:
             return
         spread = math.sqrt(targets / count)
         if math.isnan(self._apart):

@@ -423,7 +423,7 @@ class OptimizerCoverage(Rule):
     changed them 16 steps later.
 
     An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
-    or not the model's but trained.
+    unless they are most of the model and were trained before, or not the model's but trained.
 
     Args:
         rests: An optimizer that has stepped before is not the one that trains, if its parameters are changed in every
@@ -470,7 +470,8 @@ class OptimizerCoverage(Rule):
             for key, parameters, severity, words in (
                 ("absent", left_out, self.severity, "has a gradient and is not in the optimizer"),
                 ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
-                ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
+                ("frozen", seen.value.frozen, "warning" if self._are_most(seen, window) else "info",
+                 "is frozen (requires_grad is False) and still in the optimizer"),
                 ("foreign", seen.value.unknown, self.severity, "is not a parameter of the model, and has no gradient"),
                 ("besides", seen.value.besides, "info",
                  "is trained by the optimizer but is not a parameter of the model; it is watched"),
@@ -481,6 +482,15 @@ class OptimizerCoverage(Rule):
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
+
+    def _are_most(self, seen: Observation, window: Window) -> bool:
+        """Whether what is frozen was not at the first look, and is most of the model."""
+        parameters = window.latest.get("parameter")
+        if seen.step <= self._first_look or parameters is None:
+            return False
+        sizes = dict(zip(parameters.names, parameters.tensors.numel.tolist(), strict=True))
+        fresh = [name for name in seen.value.frozen if f"frozen {name}" not in self._reported]
+        return bool(2 * sum(sizes.get(name, 0) for name in fresh) > sum(sizes.values()))
 
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
         """Reports an optimizer that has taken steps, and takes none any more while its parameters change."""

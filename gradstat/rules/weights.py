@@ -21,8 +21,9 @@ class ParameterJump(Rule):
 
     If its largest magnitude grew, it must also exceed 1 and all earlier weights, since one that begins near zero may
     grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before, but for growth by
-    ``factor`` squared: some weights are normalised where they are used, or drawn to centres of classes. Parameters with
-    a gradient that are out of place when first measured are reported, too.
+    ``factor`` squared: some weights are normalised where they are used, or drawn to centres of classes. If a norm fell
+    and the median of the next four losses is above the sixteen before, that is reported as well. Parameters with a
+    gradient that are out of place when first measured are reported, too.
 
     Args:
         factor: Factor by which the largest magnitude grew.
@@ -64,14 +65,20 @@ class ParameterJump(Rule):
         self._largest, self._norms = PerName(math.nan), PerName(math.nan)
         self._usual, self._moves = PerName(0.0), PerName(0.0)  # the largest change of a log norm, and how many
         self._losses: list[float] = []  # the last ones
+        self._infos: dict[str, int] = {}  # falls that were an info, since the loss had not risen yet, and their steps
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, kept = window.rows("parameter"), len(self._losses)
         losses = self._losses + np.nan_to_num(window.scalars.get("loss", np.empty(0)), nan=_HUGE, posinf=_HUGE).tolist()
         self._losses = losses[-_LATELY:]
-        if rows is None:
-            return
+        if rows is not None:
+            yield from self._jumps(window, rows, losses, kept)
+        if len(window.steps):
+            yield from self._harmful(losses, int(window.steps[-1]))
+
+    def _jumps(self, window: Window, rows: Rows, losses: list[float], kept: int) -> Iterable[Finding]:
+        """Judges the ``rows`` of parameters by the ``losses``, of which ``kept`` are of steps before the window."""
         earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
         usual, moves = self._usual.values_for(rows.names), self._moves.values_for(rows.names)
         judged = rows.tensors.matrices
@@ -112,12 +119,26 @@ class ParameterJump(Rule):
                         text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
                         text += f"; the same holds for {count - 1} more" * (count > 1)
                         evidence = {"before": norms[i], "now": now[i], "parameters": count}
+                        if has_not_risen and which == "falls":
+                            self._infos[rows.names[i]] = step
                         yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
             is_finite = np.isfinite(move)
             moves += is_finite
             np.maximum(usual, np.abs(move), out=usual, where=is_finite)
             for state, values in ((earlier, largest), (norms, now)):
                 np.copyto(state, values, where=np.isfinite(values))
+
+    def _harmful(self, losses: list[float], last: int) -> Iterable[Finding]:
+        """Reports falls after which the loss has risen, by ``losses`` up to that of the step ``last``."""
+        for name, step in [*self._infos.items()]:
+            at = len(losses) - 1 - (last - step)
+            before, after = losses[max(at - 16, 0) : max(at, 0)], losses[at + 1 : at + 5]
+            if len(after) == 4:
+                del self._infos[name]
+                if median(after) > max(before, default=math.inf):
+                    text = f"the norm of {name} has fallen far, and the loss rises to {median(after):.4g} after it, "
+                    text += f"from at most {max(before):.4g}"
+                    yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=median(after))
 
     def _unlike(self, rows: Rows, judged: Bools) -> Iterable[Finding]:
         """Finds the weight that is largest beside its twins, among those ``judged``, in the first row."""

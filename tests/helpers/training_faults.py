@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed
@@ -56,7 +56,6 @@ class Fault:
     classes: int | None = None
     ranks: int = 1  # run with DDP; the findings of rank 0 count
     broken_ranks: tuple[int, ...] = (0,)  # ranks on which the training is broken
-    policy: Any = field(default_factory=lambda: RECORD)
 
 
 class Outcome(NamedTuple):
@@ -88,7 +87,7 @@ def _inject(number: int) -> Outcome:
 def _injected(fault: Fault, training: Training) -> Outcome:
     if fault.step == 0:
         fault.breaks(training)
-    monitor = training.monitor(on_anomaly=fault.policy, watch=fault.watch, classes=fault.classes)
+    monitor = training.monitor(on_anomaly=RECORD, watch=fault.watch, classes=fault.classes)
     for step, begins in training.steps(monitor, 0, fault.step + fault.further):
         if begins and step == fault.step > 0:
             fault.breaks(training)
@@ -266,19 +265,6 @@ def _hooked(training: Training) -> None:
     training.model.get_parameter(name).register_hook(lambda g: g * torch.full_like(g[:1], math.nan))
 
 
-def _sporadic(training: Training) -> None:
-    """NaN in one gradient every tenth step, in a different parameter each time."""
-    parameters, healthy, steps = list(training.model.parameters()), training.loss, itertools.count()
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        step = next(steps)
-        if step in (0, 10, 20):
-            handle = parameters[(5, 0, 3)[step // 10]].register_hook(lambda g: (handle.remove(), g + math.nan)[1])
-        return healthy(model, batch)
-
-    training.loss = loss
-
-
 FAULTS: tuple[Fault, ...] = (
     # NaN and Inf
     Fault("log of a softmax that is 0", "MLP", "nonfinite-loss", "loss", loss(_log_of_softmax),
@@ -310,8 +296,6 @@ FAULTS: tuple[Fault, ...] = (
           lambda seed: train_mlp(seed, accumulate=2)),
     Fault("log of a negative output of a module", "MLP", "nonfinite-activation", "2",
           replaced_forward("2", lambda module, out: out.log()), watch={"activations": 1}),
-    Fault("NaN in a different gradient every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
-          policy={"nonfinite-gradient": "skip", **RECORD}),
     # Half precision
     Fault("float16 gradients overflow under a fixed loss scale", "MLP in float16", "nonfinite-gradient", "4.bias",
           loss(_fixed_scale), _half_model),

@@ -547,6 +547,19 @@ def test_labels_that_become_equal_are_told(name: str, is_sorted: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "before"),
+    # Three batches tell that an error is one of squares.
+    [("squared error", 7), ("its sum, two columns", 7), ("logits", 9), ("probabilities", 9), ("several labels", 9)],
+)
+def test_targets_that_become_equal_are_told(name: str, before: int) -> None:
+    loss, targets, outputs, wrap = FITS[name]
+    equal: Batch = lambda step: targets(0)[:1].expand_as(targets(0))  # noqa: E731
+    told = f"all targets are equal; of {before} before, {before} had several"
+    assert any(told in text for text in fitted(loss, from_the_middle(targets, equal), outputs, wrap))
+    assert not any("targets are equal" in text for text in fitted(loss, equal, outputs, wrap))  # as centres may be
+
+
+@pytest.mark.parametrize(
     ("loss", "targets", "outputs"),
     [
         # A policy that settles on an action, whose actions are weighed by returns; a batch of one sample; rare classes.

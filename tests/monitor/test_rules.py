@@ -200,12 +200,6 @@ def labels(low: int, high: int) -> Any:
     return {"name": "batch[1]", "low": low, "high": high, "classes": 4}
 
 
-def incidents(*positions: int) -> Story:
-    rows = {step: healthy_rows() for step in range(40)}
-    rows |= {10 * (i + 1): with_nan(position) for i, position in enumerate(positions)}
-    return rows_of("gradient", rows)
-
-
 def missing(steps: int) -> Story:
     rows = {step: [ABSENT, ABSENT, row()] for step in range(40)}
     return rows_of("gradient", rows, observations=[Observation("missing", step, [1]) for step in range(4, 4 + steps)])
@@ -470,8 +464,6 @@ CASES = [
     # A mask of -Inf from the start is meant; one with more of them is not.
     Case("nonfinite-buffer", rows_of("buffer", {0: with_inf(0, 9), 50: with_inf(0, 9), 100: with_inf(0, 10)}), 100,
          "a.weight", (rows_of("buffer", {0: with_inf(0, 9), 50: with_inf(0, 9), 100: with_inf(0, 8)}),)),
-    Case("sporadic-nonfinite", incidents(0, 1, 2), 10, "a.weight",
-         (incidents(0, 1, 1), incidents(2, 2, 2), incidents())),
     Case("nonfinite-activation", rows_of("activation", {0: healthy_rows(), 5: with_nan(1)}), 5, "a.bias",
          (rows_of("activation", {0: healthy_rows()}),)),
     Case("nonfinite-loss", series("loss_nonfinite", [math.nan] * 5 + [1.0]), 5, "loss",
@@ -806,7 +798,15 @@ def without(since: int, **sizes: int) -> Story:
 def beside_losses(losses: Sequence[float], size: float = 0.01) -> Story:
     """A weight that becomes ``size`` times as large beside another, and losses."""
     rows = {0: [row(), row()], 50: [row(), row()], 100: [row(size), row()]}
-    return rows_of("parameter", rows, names=("x", "y"), shapes=[(8, 8)] * 2, scalars={"loss": losses})
+    more = {"names": ("x", "y"), "shapes": [(8, 8)] * 2, "scalars": {"loss": losses}}
+    return rows_of("parameter", rows, len(losses), **more)
+
+
+def frozen_later(rows: int) -> Story:
+    """A weight with so many rows, beside one with 8."""
+    sizes = {"names": ("x", "y"), "shapes": [(rows, 8), (8, 8)]}
+    seen = looks(covered(), covered(frozen=["x"]))
+    return rows_of("parameter", {0: [row(), row()]}, 10, observations=seen, **sizes)
 
 
 def looks(*coverages: Coverage) -> list[Observation]:
@@ -834,8 +834,6 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
         "nonfinite-gradient", rows_of("gradient", {0: with_nan()}, run=SCALED), [("info", 0, "b.weight")]),
     "an overflow on one rank": (
         "nonfinite-rank", replace(seen("origin", BAD_RANK), run=SCALED), [("info", 3, "module.0.weight")]),
-    "overflows in several tensors": (
-        "sporadic-nonfinite", replace(incidents(0, 1, 2), run=SCALED), []),
     "a second moment is judged by the optimizer's decay": ("second-moment-drop", adam("exp_avg_sq", [1.0, 0.2]), []),
     "a slower decay": (
         "second-moment-drop",
@@ -844,6 +842,8 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
     "what is frozen": ("optimizer-coverage", Story(10, observations=looks(covered(frozen=["x"]))), [("info", 0, "x")]),
     "what is frozen later": (
         "optimizer-coverage", Story(10, observations=looks(covered(), covered(frozen=["x"]))), [("info", 5, "x")]),
+    "most of the model is frozen later": ("optimizer-coverage", frozen_later(9), [("warning", 5, "x")]),
+    "half of the model is frozen later": ("optimizer-coverage", frozen_later(8), [("info", 5, "x")]),
     "what rests is not missed": (
         "missing-gradient",
         replace(missing(32), observations=[*looks(covered(unused=["a.bias"])), *missing(32).observations]), []),
@@ -879,6 +879,10 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
         "parameter-jump", beside_losses([0.9] * 101), [("info", 100, "x")]),
     "a weight that is overwritten with zeros": (
         "parameter-jump", beside_losses([0.9] * 97 + [1.1] * 4), [("error", 100, "x")]),
+    "a weight that is overwritten with zeros, and then the loss rises": (
+        "parameter-jump", beside_losses([0.9] * 101 + [1.1] * 4), [("info", 100, "x"), ("error", 100, "x")]),
+    "a weight that is drawn in, and the loss goes on": (
+        "parameter-jump", beside_losses([0.9] * 105), [("info", 100, "x")]),
     "a weight that is normalised where it is used": (
         "parameter-jump", beside_losses(np.linspace(1, 0.5, 101).tolist(), 200), [("info", 100, "x")]),
     "a weight that is overwritten, and the loss with it": (
