@@ -280,7 +280,7 @@ _LARGER = ("compare the norm that gradients are clipped to with their norm", "pr
 
 
 class OverwrittenParameter(Rule):
-    """A parameter that something else than the optimizer changed in place, so that it grew far or the loss rose.
+    """A parameter that something else than the optimizer changed in place, so that its norm went far or the loss rose.
 
     Autograd counts the changes in place of a tensor, and in most programs each step of the optimizer makes as many. One
     that gets more between two measurements, while others do not, was overwritten. Not known where the optimizer works
@@ -291,8 +291,8 @@ class OverwrittenParameter(Rule):
         measurements: Intervals in a row with equally many changes per step, before one with more is judged.
         before, within, median: The loss has risen if a median of so many is above all of ``before`` losses, at most
             ``within`` steps after the measurement. Without a loss, the norm of the gradients is judged.
-        grown: Or the norm of the parameter has grown by this factor, and three times as far as ever between two
-            measurements, on a logarithmic scale. A convention of gradstat.
+        grown, shrunk: Or the norm of the parameter has grown by the one factor or shrunk by the other, and three times
+            as far as ever between two measurements, on a logarithmic scale. Conventions of gradstat.
     """
 
     name = "overwritten-parameter"
@@ -303,10 +303,16 @@ class OverwrittenParameter(Rule):
     advice = ("look for code that changes this parameter outside of optimizer.step()",)
 
     def __init__(
-        self, measurements: int = 2, before: int = 32, within: int = 24, median: int = 8, grown: float = 2.0
+        self,
+        measurements: int = 2,
+        before: int = 32,
+        within: int = 24,
+        median: int = 8,
+        grown: float = 2.0,
+        shrunk: float = 30.0,
     ) -> None:
         self.measurements, self.before, self.within, self.median = measurements, before, within, median
-        self.grown = grown
+        self.grown, self.shrunk = grown, shrunk
         self._norms, self._usual = PerName(math.nan), PerName(0.0)  # and the largest change of its logarithm
         self._versions, self._rates, self._regular = PerName(math.nan), PerName(math.nan), PerName(0.0)
         self._measured = self._since = self._until = -1  # steps; of what waits for the loss, from and to
@@ -326,18 +332,18 @@ class OverwrittenParameter(Rule):
             rate = (now - versions) / max(steps, 1)
             np.copyto(versions, now)
             self._measured, last = seen.step, self._measured
-            is_same, grown = rate == rates, self._grown(window, seen.step)
+            is_same, moved = rate == rates, self._moved(window, seen.step)
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
             more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
                 those = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
                 self._waiting = dict.fromkeys(those, seen.step)
                 self._since, self._until = last, seen.step + self.within
-                first = next((name for name in self._waiting if name in grown), None)
+                first = next((name for name in self._waiting if name in moved), None)
                 if first is not None:
-                    old, new = grown[first]
-                    rise = f"the norm of the parameter rose from {old:.3g} to {new:.3g}"
-                    yield self._overwritten(first, rise, before=old, now=new)
+                    old, new = moved[first]
+                    text = f"the norm of the parameter went from {old:.3g} to {new:.3g}"
+                    yield self._overwritten(first, text, before=old, now=new)
             regular[:] = np.where(is_same, regular + 1, np.where(rate < rates, regular, 1))
             np.copyto(rates, rate, where=(rate > rates) | np.isnan(rates))
         if self._waiting and len(window.steps):
@@ -353,8 +359,8 @@ class OverwrittenParameter(Rule):
             elif last >= self._until:
                 self._waiting = {}
 
-    def _grown(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
-        """The parameters whose norm has grown far since they were last measured, before ``step``, and both norms."""
+    def _moved(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
+        """The parameters whose norm has gone far since they were last measured, before ``step``, and both norms."""
         rows = window.rows("parameter")
         if rows is None or step not in rows.steps:
             return {}
@@ -362,7 +368,8 @@ class OverwrittenParameter(Rule):
         now = rows.l2_norm[np.searchsorted(rows.steps, step)]
         move = np.log(now / norms)
         is_known = np.isfinite(move)
-        far = np.flatnonzero(is_known & (move > np.maximum(math.log(self.grown), 3 * usual)))
+        least = np.maximum(np.log(np.where(move > 0, self.grown, self.shrunk)), 3 * usual)
+        far = np.flatnonzero(is_known & (np.abs(move) > least))
         found = {rows.names[i]: (float(norms[i]), float(now[i])) for i in far}
         np.maximum(usual, np.abs(move), out=usual, where=is_known)
         np.copyto(norms, now, where=np.isfinite(now))
