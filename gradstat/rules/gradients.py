@@ -277,7 +277,7 @@ class DeadGradient(_AbsentGradientRule):
             return
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
         for row, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
-            if (lengths > 0).sum() == rows.present[row].sum() == len(fresh):
+            if (lengths >= self.in_a_row).sum() == rows.present[row].sum():
                 text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
                 text += "they are zeroed before they are measured"
                 _, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]

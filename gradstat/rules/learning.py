@@ -140,7 +140,7 @@ class NoLearning(Rule):
         self.early_share, self.far, self.small, self.large = early_share, far, small, large
         self.measurements, self.soon = measurements, soon
         self.batches, self.related, self.spread, self.apart = batches, related, spread, apart
-        # Of outputs measured: squared gradients over the loss, per sum and per mean; the last correlations; samples.
+        # Of outputs measured: squared gradients, also over the loss, per sum and mean; the last correlations; samples.
         self._ratios: list[float] = []
         self._related: list[float] = []
         self._samples = 0.0
@@ -281,15 +281,16 @@ class NoLearning(Rule):
         """Judges whether outputs follow their targets, by the ``sums`` of `monitor.outputs.Outputs.take` in a row.
 
         If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
-        ratio to the sum of squared gradients, or to their mean, is the same in all batches.
+        ratio to the sum of squared gradients, or to their mean, is the same in all batches, though they are not.
         """
         outputs, cross, residuals, squares, count, self._samples = sums
         step, scale, is_known = int(window.steps[row]), 1.0, squares == 0
         if squares > 0 and loss:
             scale, ratio = 2 * loss / squares, squares / loss
-            self._ratios = [*self._ratios, ratio, ratio * count][-2 * self.batches :]
-            every = [np.array(self._ratios[of::2]) for of in range(2)]
-            is_one = len(every[0]) > 2 and any(np.ptp(of) <= 0.01 * abs(of).min() for of in every)
+            self._ratios = [*self._ratios, squares, ratio, ratio * count][-3 * self.batches :]
+            changes, *differ = (np.ptp(of) > 0.01 * abs(of).min() for of in np.reshape(self._ratios, (-1, 3)).T)
+            # A loss that is linear in the outputs has a ratio, too, while it stays the same.
+            is_one = len(self._ratios) > 6 and changes and not all(differ)
             is_known = is_one and ratio > 0
             if is_one and ratio < 0 and "negative" not in self._reported:
                 self._reported["chance"] = step

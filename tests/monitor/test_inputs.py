@@ -529,6 +529,11 @@ def test_targets_of_other_samples_are_told(name: str) -> None:
     assert "their targets have a correlation of" in text or "guessing among 4 classes" in text
 
 
+def test_a_linear_loss_that_stays_the_same_is_no_sum_of_squares() -> None:
+    texts = fitted(lambda x, y: (x.detach() - x).mean() - 4, score, 1)
+    assert not any("squares" in text or "correlation" in text for text in texts)
+
+
 def from_the_middle(targets: Batch, later: Batch) -> Batch:
     return lambda step: (targets if step < 150 else later)(step)
 

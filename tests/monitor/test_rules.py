@@ -822,6 +822,15 @@ def zero_gradients(zeros: int) -> Story:
     return rows_of("gradient", {step: [row(0.1, 64, zeros), row(0.0, 8, 8), row()] for step in range(30)})
 
 
+def all_zero_after_some() -> Story:
+    """Gradients of a weight are zero for 30 steps, and those of all from step 60 on."""
+    zero = [row(0.0, 64, 64), row(0.0, 8, 8), row(0.0, 64, 64)]
+    return rows_of("gradient", {
+        step: zero if step >= 60 else [zero[0], *healthy_rows()[1:]] if step < 30 else healthy_rows()
+        for step in range(90)
+    })  # fmt: skip
+
+
 BACKWARDS = RunSettings(("b.weight", "a.bias", "a.weight"))
 SCALED = RunSettings(("module.2.weight", "module.0.weight"), is_scaled=True)
 BAD_RANK = report(ok=False, nonfinite=["0.weight"], rank_of=lambda name: 1)
@@ -855,6 +864,8 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
     "gradients that come and go": ("missing-gradient", comes_and_goes(), [("info", 10, "a.weight")]),
     "a bias that the loss does not see": ("dead-gradient", zero_gradients(0), [("info", 0, "a.bias")]),
     "a bias and all before it": ("dead-gradient", zero_gradients(64), [("warning", 0, "a.bias")]),
+    "all gradients, after some that have come back": ("dead-gradient", all_zero_after_some(), [
+        ("warning", 0, "a.weight"), ("warning", 60, "gradients")]),
     "a slope for negative inputs, of which there are none": (
         "dead-gradient",
         rows_of("gradient", {step: [row(0.0, 1, 1), row()] for step in range(30)}, names=("p.weight", "b.weight"),
