@@ -31,7 +31,7 @@ import training_programs
 from detection_judging import ONSET, STEPS, Arm, Case, Flag, Verdict, compare, has_diverged, healthy_rows, line, rows_of
 from detection_mistakes import SUBJECTS
 from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Watcher, anomaly_mode
-from helpers.training import HEALTHY, RECORD, Healthy, Training
+from helpers.training import HEALTHY, Healthy, Training
 from helpers.training_faults import FAULTS
 from rows import Row, record, step_rows
 from runner import CPU, Job, on_two_ranks, results_of, rows_of_values
@@ -54,7 +54,7 @@ def _repository() -> Iterator[Case]:
             "repository", "both", fault.model, fault.what, fault.twin or fault.training, fault.breaks,
             f"^{re.escape(fault.name)}", ONSET if fault.step else 0, fault.training,
             is_held_out="loss" in fault.what or fault.twin is not None,
-            ranks=fault.ranks, broken_ranks=fault.broken_ranks, policy=fault.policy,
+            ranks=fault.ranks, broken_ranks=fault.broken_ranks,
         )  # fmt: skip
     for each in HEALTHY:
 
@@ -104,7 +104,7 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
             case.breaks(training)
         except Exception as error:
             return Arm(raised=_told(error), flags={name: [] for name in (*NAMES, GOLDEN)})
-    gradstat = None if in_anomaly_mode else Gradstat(training, case.policy)
+    gradstat = None if in_anomaly_mode else Gradstat(training)
     tools: list[Any] = [] if gradstat is None else [gradstat, *(rival() for rival in RIVALS)]
     watcher = Watcher(training, tools)
     training.shown = True  # to the rules; the monitor gets no batches
@@ -199,7 +199,7 @@ def time_rows(rounds: int) -> list[Row]:
 
 def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]:
     training = make(SEEDS["figures"][0])
-    tools: list[Any] = [Gradstat(training, RECORD)] if name == Gradstat.name else []
+    tools: list[Any] = [Gradstat(training)] if name == Gradstat.name else []
     tools += [rival() for rival in RIVALS if rival.name == name]
     watcher = Watcher(training, tools) if tools else SimpleNamespace(batch=lambda batch: None, step=lambda loss: None)
     steps = training.steps(watcher, 0, 1 << 30)  # type: ignore[arg-type]

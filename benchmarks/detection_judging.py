@@ -8,11 +8,10 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import detection_tables
 from detection_tools import GOLDEN, NAMES, Gradstat
-from helpers.training import RECORD, Training
+from helpers.training import Training
 from rows import Row
 from runner import rows_of_values
 
@@ -44,7 +43,6 @@ class Case:
     is_held_out: bool = False  # judged by the healthy loss of unseen batches
     ranks: int = 1
     broken_ranks: tuple[int, ...] = (0,)
-    policy: Any = field(default_factory=lambda: RECORD)
 
     @property
     def when(self) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from helpers.training import Training
+from helpers.training import RECORD, Training
 from torch import Tensor, nn
 
 Found = tuple[int, str, str]  # the step it is about, a rule, a name
@@ -50,8 +50,8 @@ class Gradstat:
 
     name = "gradstat"
 
-    def __init__(self, training: Training, policy: Any) -> None:
-        self.monitor = training.monitor(on_anomaly=policy)
+    def __init__(self, training: Training) -> None:
+        self.monitor = training.monitor(on_anomaly=RECORD)
         self._known = 0
 
     def step(self, step: Step) -> list[Found]:
