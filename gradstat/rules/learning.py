@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -144,7 +144,6 @@ class NoLearning(Rule):
         self._ratios: list[float] = []
         self._related: list[float] = []
         self._samples = 0.0
-        self._equal = math.nan  # whether all targets of the last batch were, if they are known
         self._apart = math.nan  # the deviation of the first outputs, 0 if that of targets is not large
         self._reported: dict[str, int] = {}  # what was found, and when
         self._odd = self._tiny = ""  # a weight that begins far larger than others; the first, if most begin too small
@@ -236,9 +235,9 @@ class NoLearning(Rule):
         if math.isnan(self._first_certain):
             self._first_certain, self._labelled = np.nan_to_num([certain, max(1.0, count)]).tolist()
         at = int(np.searchsorted(window.steps, step))
-        self._equal = math.nan
+        equal = math.nan
         if all(map(math.isfinite, (*sums, window.value("loss", at)))):
-            yield from self._fit(window, at, sums, window.value("loss", at))
+            equal = yield from self._fit(window, at, sums, window.value("loss", at))
         is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
         self._askew_for = self._askew_for + 1 if activation == _ASKEW or over == 1 else 0
         # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
@@ -253,8 +252,8 @@ class NoLearning(Rule):
             what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
             text = f"the {what} over samples or places in a sequence, not over the classes"
             yield self._once("askew", step, LOGITS, text, "output", _DIM)
-        if not count > 0 and self._equal >= 0:
-            label, count = self._equal, self._samples
+        if not count > 0 and equal >= 0:
+            label, count = equal, self._samples
         # A discriminator may get real and made samples in passes of their own.
         if window.run.has_rival or "label" in self._reported or not count > 0:
             return
@@ -270,18 +269,21 @@ class NoLearning(Rule):
             text += f"; of {before} before, {self._differ} had several"
             bits = min(math.log2((before + 2) / (self._alike + 1)), _MOST_BITS) * len(each)
             # A policy, which weighs actions by returns, may settle on one.
-            is_odd = bits >= _BITS and (not sums[3] or count > sums[-1] or self._equal >= 0)
+            is_odd = bits >= _BITS and (not sums[3] or count > sums[-1] or equal >= 0)
         else:
             is_enough = self._classes and len(each) >= self.measurements and step - since >= self.soon
             is_odd = is_enough and sum(counts) >= (_ALIKE if is_same else min(_ALIKE, _BITS + len(counts)))
         if is_odd:
             yield self._once("label", int(since), LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
 
-    def _fit(self, window: Window, row: int, sums: list[float], loss: float) -> Iterator[Finding]:
+    def _fit(self, window: Window, row: int, sums: list[float], loss: float) -> Generator[Finding, None, float]:
         """Judges whether outputs follow their targets, by the ``sums`` of `monitor.outputs.Outputs.take` in a row.
 
         If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
         ratio to the sum of squared gradients, or to their mean, is the same in all batches, though they are not.
+
+        Returns:
+            1 if all targets are equal, 0 if not, NaN if that is not known.
         """
         outputs, cross, residuals, squares, count, self._samples = sums
         step, scale, is_known = int(window.steps[row]), 1.0, squares == 0
@@ -299,9 +301,9 @@ class NoLearning(Rule):
         targets = outputs - 2 * scale * cross + scale**2 * residuals
         # Targets that are equal have a deviation by rounding alone.
         varies = targets > 1e-5 * scale**2 * residuals
-        self._equal = float(not varies) if is_known and residuals > 0 else math.nan
+        equal = float(not varies) if is_known and residuals > 0 else math.nan
         if not (varies and outputs > 0) or {"chance", "follows"} & {*self._reported} or window.run.has_rival:
-            return
+            return equal
         spread = math.sqrt(targets / count)
         if math.isnan(self._apart):
             self._apart = math.sqrt(outputs / count) if spread > self.spread else 0.0
@@ -312,7 +314,7 @@ class NoLearning(Rule):
         self._related.append(min(related, 1.0) if is_known else _UNKNOWN)
         del self._related[: -self.batches]
         if len(self._related) < self.batches or _UNKNOWN in self._related or self._is_warm_up:
-            return
+            return equal
         related = float(np.mean(self._related))
         error = float(np.std(self._related, ddof=1)) / math.sqrt(self.batches)
         if related > max(self.related, 3 * error):
@@ -322,6 +324,7 @@ class NoLearning(Rule):
             text += "as by chance"
             since = self._reported.get("followed", 0)
             yield self._once("chance", since, "loss", text, "series", self.causes, correlation=related, loss=loss)
+        return equal
 
     def _weights(self, window: Window, parameters: Rows, row: int) -> Iterator[Finding]:
         """Looks at the weights of the first step, and at how far they have come."""

@@ -470,27 +470,19 @@ class OptimizerCoverage(Rule):
             for key, parameters, severity, words in (
                 ("absent", left_out, self.severity, "has a gradient and is not in the optimizer"),
                 ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
-                ("frozen", seen.value.frozen, "warning" if self._are_most(seen, window) else "info",
-                 "is frozen (requires_grad is False) and still in the optimizer"),
+                ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
                 ("foreign", seen.value.unknown, self.severity, "is not a parameter of the model, and has no gradient"),
                 ("besides", seen.value.besides, "info",
                  "is trained by the optimizer but is not a parameter of the model; it is watched"),
             ):  # fmt: skip
                 names = [name for name in parameters if f"{key} {name}" not in self._reported]
                 if names:
+                    if key == "frozen" and seen.step > self._first_look and _are_most(names, window):
+                        severity = self.severity
                     self._reported |= {f"{key} {name}": seen.step for name in names}
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
-
-    def _are_most(self, seen: Observation, window: Window) -> bool:
-        """Whether what is frozen was not at the first look, and is most of the model."""
-        parameters = window.latest.get("parameter")
-        if seen.step <= self._first_look or parameters is None:
-            return False
-        sizes = dict(zip(parameters.names, parameters.tensors.numel.tolist(), strict=True))
-        fresh = [name for name in seen.value.frozen if f"frozen {name}" not in self._reported]
-        return bool(2 * sum(sizes.get(name, 0) for name in fresh) > sum(sizes.values()))
 
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
         """Reports an optimizer that has taken steps, and takes none any more while its parameters change."""
@@ -502,3 +494,12 @@ class OptimizerCoverage(Rule):
             self._reported["replaced"] = seen.step
             text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
+
+
+def _are_most(names: list[str], window: Window) -> bool:
+    """Whether the parameters ``names`` have more than half of all elements."""
+    parameters = window.latest.get("parameter")
+    if parameters is None:
+        return False
+    count = parameters.tensors.numel[np.isin(parameters.names, names)].sum()
+    return bool(2 * count > parameters.tensors.numel.sum())
