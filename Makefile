@@ -82,10 +82,6 @@ fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every opera
 sanitize: $(VENV)/.for-test ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
 	$(BIN)/python tools/sanitize.py
 
-.PHONY: arm
-arm: $(VENV)/.for-test ## The CPU library for 64-bit Arm: its assembly, and its tests under an emulator
-	$(BIN)/python tools/arm.py
-
 .PHONY: coverage-cxx
 coverage-cxx: $(VENV)/.for-dev ## Run the tests that reach C++ and report line coverage of C++; fails under 90 %
 	$(BIN)/python tools/coverage_cxx.py
@@ -146,23 +142,17 @@ gpu-code: $(VENV)/.for-bench $(VENV)/.for-triton $(VENV)/.triton-$(OLDER_TRITON)
 	$(BIN)/python tools/gpu_gates/check_triton.py
 	PYTHONPATH=$(VENV)/triton-$(OLDER_TRITON) $(BIN)/python tools/gpu_gates/check_triton.py 80 90
 
-# Where archives of GPU runs are kept until they are merged; may name a variable of the machine with the GPU, as in
-# RESULTS='$$NAME'. $(value) and single quotes keep make and the shell here from expanding it.
-RESULTS ?= gpu-results
+.PHONY: gpu-bundle gpu-merge
+gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that one)
+	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu.py bundle
 
-.PHONY: gpu-plan gpu-merge
-gpu-plan: ## Print the commands that need a GPU, for a quarter of an hour of it
-	@$(PYTHON) benchmarks/gpu_session.py plan --results '$(value RESULTS)'
-
-gpu: ## Run all commands of gpu-plan here, with the system's Python and torch: test, sanitize, count, measure
-	$(PYTHON) benchmarks/gpu_session.py all --results '$(value RESULTS)'
+gpu: ## Run everything that needs a GPU, with the system's Python and torch: test, sanitize, measure; seven minutes
+	$(PYTHON) benchmarks/gpu.py run
 
 gpu-merge: $(VENV)/.for-plots $(BUILT) ## Merge rows of GPU runs (FOLDER=gpu-results) into benchmarks/results, redraw charts and rewrite tables
-	$(BIN)/python benchmarks/gpu_session.py merge '$(or $(value FOLDER),$(value RESULTS))'
-
-.PHONY: gpu-bundle
-gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that one)
-	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu_bundle.py
+	$(BIN)/python benchmarks/gpu.py merge --results $(or $(FOLDER),gpu-results)
+	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python benchmarks/render.py --write
 
 leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and check that memory does not grow
 	$(BIN)/python tools/leaks.py $(RECORD)

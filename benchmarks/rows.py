@@ -117,12 +117,13 @@ def dtype_name(dtype: torch.dtype | tuple[torch.dtype, ...] | None) -> str:
 
 
 def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
-    """Appends rows of one device to its file for ``suite``, atomically; returns the path."""
+    """Appends rows of one device that are not there yet to its file for ``suite``, atomically; returns the path."""
     listed = list(rows)
     path = results / slug(listed[0].device) / f"{suite}.jsonl"
-    earlier = path.read_bytes() if path.exists() else b""
+    lines = path.read_text().splitlines() if path.exists() else []
     with replacing(path) as file:
-        file.write(earlier + "".join(json.dumps(asdict(each)) + "\n" for each in listed).encode())
+        lines = list(dict.fromkeys([*lines, *(json.dumps(asdict(each)) for each in listed)]))
+        file.write("".join(f"{line}\n" for line in lines).encode())
     return path
 
 

@@ -71,7 +71,7 @@ def wheel(session: nox.Session, torch: str) -> None:
     first_use(session)
     if not tests:
         return
-    session.install("pytest>=8", "pytest-benchmark>=4", "hypothesis>=6.100")
+    session.install("pytest>=8", "hypothesis>=6.100")
     copy = Path(session.create_tmp()) / "checkout"  # without the package, which must come from the wheel
     shutil.copytree(ROOT / "tests", copy / "tests", dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", copy)

@@ -1,18 +1,13 @@
-"""The demo, quickly: it names what it corrupted, fails when it does not, and the README's picture shows it."""
+"""The demo, quickly: it names what it corrupted, and fails when it does not."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from matplotlib import image
 
 import gradstat
 from gradstat.__main__ import main
 from gradstat.demo import corpus, run, train
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,12 +20,6 @@ def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.C
     assert "1 error in 25 steps of GPT; it began in step 20 with blocks.1.mlp.down.weight" in printed
     assert b"blocks.1.mlp.down.weight" in (tmp_path / "run.html").read_bytes()
     assert main(["view", str(tmp_path / "run.gradstat"), "--no-page"]) == 0
-    script = ROOT / "tools" / "demo_picture.py"  # draws the README's picture
-    drawn = tmp_path / "it.png"
-    subprocess.run([sys.executable, script, tmp_path / "run.gradstat", "--output", drawn], check=True)
-    picture = image.imread(drawn)
-    assert picture.shape[1] >= 1000
-    assert picture.std() > 0.05
 
 
 def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_a_package_index_gets_links_that_lead_to_the_repository() -> None:
     elsewhere = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "owner/name", "GRADSTAT_COMPILE": "0"}
     urls, _, text = run(*run_setup, cwd=ROOT, **elsewhere).partition("\n")
     assert "'Repository': 'https://host/owner/name'" in urls
-    assert re.findall(r"!\[[^]]*\]\((.*?)\)", text)[0] == "https://host/owner/name/raw/main/docs/demo.png"
+    assert re.findall(r"!\[[^]]*\]\((.*?)\)", text)[0] == "https://host/owner/name/raw/main/docs/view.png"
     links = re.findall(r"\]\((.*?)\)", text)
     assert len(links) > 10
     assert all(link.startswith("https://") for link in links)

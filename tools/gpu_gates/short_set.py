@@ -2,7 +2,7 @@
 
 Run by `make gpu`. Results are compared with those of the CPU kernels for copies, so it also fails on wrong
 numbers. Under the sanitizer a launch or an allocation takes a millisecond and more: small tensors share memory, and
-nothing but the calls under test runs on the device (tests/bench/test_gpu_session.py counts it).
+nothing but the calls under test runs on the device (tests/bench/test_gpu.py counts it).
 """
 
 import argparse
