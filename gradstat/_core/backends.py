@@ -46,14 +46,8 @@ class Kernels:
 
         A tensor listed twice is multiplied by both of its multipliers.
         """
-        _require_numbers(multipliers, torch.float64, len(tensors), tensors[0].device)
+        _require_multipliers(multipliers, len(tensors), tensors[0].device)
         self.scale_(tensors, multipliers.reshape(-1))
-
-    def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
-        """`scale_` by the 0-d float32 ``multiplier``, then the table: same bits, but a single pass where possible."""
-        _require_numbers(multiplier, torch.float32, 1, tensors[0].device)
-        self.scale_(tensors, multiplier.reshape(()).to(torch.float64))
-        return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
         """The table of all units in order. Tensors that are not row-major are copied first."""
@@ -93,10 +87,6 @@ class NativeKernels(Kernels):
 
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
         torch.ops.gradstat.scale_each_.default(tensors, multipliers)
-
-    def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
-        table: Tensor = torch.ops.gradstat.unscale_.default(tensors, multiplier)[0]
-        return table
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
         table: Tensor = torch.ops.gradstat.unit_stats.default([tensor.contiguous() for tensor in tensors])
@@ -159,13 +149,13 @@ class TritonModule:
         return self.check(tensors) if self.scale_(tensors, factor.to(torch.float64)) else None
 
 
-def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
-    if numbers.dtype != dtype:
-        raise RuntimeError(f"multipliers must be {dtype}, got {numbers.dtype}")
-    if numbers.numel() != count or not numbers.is_contiguous():
-        raise RuntimeError(f"expected {count} contiguous multipliers, got {numbers.numel()}")
-    if numbers.device != device:
-        raise RuntimeError(f"multipliers must be on the tensors' device, {device}, got {numbers.device}")
+def _require_multipliers(multipliers: Tensor, count: int, device: torch.device) -> None:
+    if multipliers.dtype != torch.float64:
+        raise RuntimeError(f"multipliers must be torch.float64, got {multipliers.dtype}")
+    if multipliers.numel() != count or not multipliers.is_contiguous():
+        raise RuntimeError(f"expected {count} contiguous multipliers, got {multipliers.numel()}")
+    if multipliers.device != device:
+        raise RuntimeError(f"multipliers must be on the tensors' device, {device}, got {multipliers.device}")
 
 
 def _require_device(device_type: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.devices import DEVICES, thinned
+from helpers.devices import DEVICES, thinned, unscale_
 from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from torch import Tensor
 
@@ -126,7 +126,7 @@ def test_pairs_may_be_aligned_only_to_their_parts(dtype: torch.dtype, where: tup
         assert x.data_ptr() % dtype.itemsize in (0, dtype.itemsize // 2)
         assert_rows_match(gradstat.stats([x], backend=where[0]), [x])
         expected = torch.view_as_real(x) * 0.5
-        assert_rows_match(backends.resolve(*where).unscale_([x], torch.tensor(0.5)), [x])
+        assert_rows_match(unscale_(backends.resolve(*where), [x], torch.tensor(0.5)), [x])
         torch.testing.assert_close(torch.view_as_real(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -171,7 +171,7 @@ def test_nothing_beside_a_tensor_is_read(where: tuple[str, str], kernels: backen
                 x = between[start:][: size * dtype.itemsize].view(dtype)
                 assert_rows_match(gradstat.stats([x], backend=where[0]), [x])
                 kernels.scale_each_([x], torch.tensor([1.5], dtype=torch.float64))
-                assert_rows_match(kernels.unscale_([x], torch.tensor(0.5)), [x])
+                assert_rows_match(unscale_(kernels, [x], torch.tensor(0.5)), [x])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -241,7 +241,7 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             copies = [tensor.clone() for tensor in tensors]
-            tables.append(torch.cat([gradstat.stats(tensors), kernels.unscale_(copies, torch.tensor(0.3))]))
+            tables.append(torch.cat([gradstat.stats(tensors), unscale_(kernels, copies, torch.tensor(0.3))]))
             kernels.scale_each_(copies, torch.tensor([1.5, -1.0, 3.0, 0.1]).double())
             products.append(torch.cat(copies))
     finally:

@@ -13,7 +13,7 @@ from helpers.exact import FLOAT8, REAL
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._core.backends import Kernels, _require_numbers
+from gradstat._core.backends import Kernels
 
 DTYPES = {dtype: number for number, dtype in enumerate([*REAL, *FLOAT8])}
 
@@ -84,11 +84,11 @@ class EmulatedKernels(Kernels):
             if not any(map(Tensor.numel, left)):
                 return
 
-    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        if len(set(map(id, tensors))) < len(tensors):  # which the operators give to separate launches
-            return super().unscale_(tensors, factor)
-        _require_numbers(factor, torch.float32, 1, tensors[0].device)
-        return self.measured(tensors, factor)
+    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> tuple[Tensor, None]:
+        if len(set(map(id, tensors))) == len(tensors):
+            return self.measured(tensors, factor), None
+        self.scale_(tensors, factor.double())  # the operators give a tensor listed again to a separate launch
+        return self.measured(tensors), None
 
     @staticmethod
     def _multiprocessors(tensors: Sequence[Tensor]) -> int:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
+    from gradstat._core.backends import Kernels
+
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton reads this when the kernels are first imported, so it is set before any test module is imported.
@@ -38,6 +40,17 @@ DECIDING = [*(where for where in BACKENDS if where[0] != "triton"), ("dispatched
 def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:
     """All items, or about ``most`` of them for Triton's interpreter."""
     return items[:: max(len(items) // most, 1)] if where == INTERPRETED else items
+
+
+def unscale_(kernels: Kernels, tensors: list[Tensor], factor: Tensor) -> Tensor:
+    """Multiplies by a 0-d float32 and returns the table, in one pass where the backend has one."""
+    from gradstat._core.backends import NativeKernels
+
+    fused = torch.ops.gradstat.unscale_ if isinstance(kernels, NativeKernels) else getattr(kernels, "unscale_", None)
+    if fused is not None:
+        return fused(tensors, factor)[0]
+    kernels.scale_(tensors, factor.double())
+    return kernels.check(tensors)[0]
 
 
 def skip_unless_fused(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str) -> None:

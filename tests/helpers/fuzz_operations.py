@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.devices import parameters_with
+from helpers.devices import parameters_with, unscale_
 from helpers.exact import ExactStats, Floats, assert_rows, expect, rounded_product, tolerance_of
 from helpers.fuzz import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
 from torch import Tensor, nn
@@ -293,8 +293,8 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     by_position = {i: (number, number) for i, number in zip(chosen, numbers, strict=True)}
     assert_products(batch, before, by_position, keeps_bits=backend == "native")
     before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))
-    unscale = kernels.unscale_ if direct is None else lambda *given: direct.unscale_(*given)[0]
-    table = unscale(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
+    numbers = torch.tensor(factor, dtype=torch.float32, device=device)
+    table = unscale_(kernels, tensors, numbers) if direct is None else direct.unscale_(tensors, numbers)[0]
     factor = float(np.float32(factor))
     assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
     exact_stats, recipes = batch.exact_stats(), [batch.recipes[i] for i in chosen]
