@@ -12,7 +12,6 @@ from gradstat._version import __version__
 from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
 from gradstat.check import PendingReport, check, check_async, check_tensors, stats
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from gradstat.clip_value import clip_grad_value_
 from gradstat.counters import StepCounters, StepCounts, step_counters
 from gradstat.guard import GuardCounts, SpikeGuard
 from gradstat.report import NonFiniteGradientError, Report
@@ -59,7 +58,6 @@ __all__ = [
     "check_async",
     "check_tensors",
     "clip_grad_norm_",
-    "clip_grad_value_",
     "clip_grads_with_norm_",
     "get_total_norm",
     "guarded_step",

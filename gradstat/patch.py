@@ -17,7 +17,6 @@ from gradstat._core.parameters import PLAIN_TYPES, as_list, gradients_of
 from gradstat._core.tensors import is_distributed
 from gradstat._core.warn import warn_user
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from gradstat.clip_value import clip_grad_value_
 
 _Function = Callable[..., Any]
 _Tensors = Tensor | Iterable[Tensor]
@@ -63,11 +62,11 @@ class TorchPatch:
 def patch_torch() -> TorchPatch:
     """Replaces torch's own clipping functions by gradstat's, so that a program can try them without edits.
 
-    ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in
-    ``torch.nn.utils`` and in ``torch.nn.utils.clip_grad``, where torch looks them up itself. The previous functions
-    still handle three cases: gradients of Tensor subclasses other than DTensor, norms of DTensors of orders other than
-    2 and infinity, and functions under ``torch.compile``, which compiles torch's own into its graph. Norms of DTensors
-    are DTensors, as torch's are. ::
+    ``clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` are replaced in ``torch.nn.utils`` and in
+    ``torch.nn.utils.clip_grad``, where torch looks them up itself. The previous functions still handle three cases:
+    gradients of Tensor subclasses other than DTensor, norms of DTensors of orders other than 2 and infinity, and
+    functions under ``torch.compile``, which compiles torch's own into its graph. Norms of DTensors are DTensors, as
+    torch's are. ::
 
         patch = gradstat.patch_torch()
         train()  # its torch.nn.utils.clip_grad_norm_(...) is gradstat's
@@ -167,13 +166,6 @@ def _norm_clip(
     return _as_torchs(function(listed, max_norm, norm_type, *args, **kwargs), gradients)
 
 
-def _value_clip(layer: Layer, parameters: _Tensors, *args: Any, **kwargs: Any) -> Any:
-    listed = as_list(parameters)
-    gradients = gradients_of(listed).tensors
-    function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
-    return function(listed, *args, **kwargs)
-
-
 def _total_norm(layer: Layer, tensors: _Tensors, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
     listed = as_list(tensors, "tensors")
     function = layer.choose(get_total_norm, listed, norm_type)
@@ -194,7 +186,6 @@ def _clip_with_norm(
 # versions of torch.
 _REPLACEMENTS: dict[str, _Function] = {
     "clip_grad_norm_": _norm_clip,
-    "clip_grad_value_": _value_clip,
     **dict.fromkeys(("get_total_norm", "_get_total_norm"), _total_norm),
     **dict.fromkeys(("clip_grads_with_norm_", "_clip_grads_with_norm_"), _clip_with_norm),
 }

@@ -365,16 +365,11 @@ def gradients_to_clip(
 
 def require_foreach(tensors: Sequence[Any]) -> None:
     """Raises RuntimeError, as torch does, if torch has no foreach kernels for a device of ``tensors``."""
+    from torch.utils._foreach_utils import _device_has_foreach_support
+
     for tensor in tensors:
         # Items that are no tensors are refused, by name, when they are measured.
-        if isinstance(tensor, Tensor) and not has_foreach(tensor.device):
+        if isinstance(tensor, Tensor) and not _device_has_foreach_support(tensor.device):
             raise RuntimeError(
                 f"foreach=True was passed, but can't use the foreach API on {tensor.device.type} tensors"
             )
-
-
-def has_foreach(device: torch.device) -> bool:
-    """Whether torch has foreach kernels for ``device``."""
-    from torch.utils._foreach_utils import _device_has_foreach_support
-
-    return bool(_device_has_foreach_support(device))

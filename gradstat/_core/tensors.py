@@ -282,7 +282,7 @@ def writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
 def _target(local: Tensor, name_of: NameOf, i: int) -> Tensor:
     if local.layout is torch.sparse_coo:
         local = local._values()  # scaling uncoalesced values scales their sum
-    require_own_memory(local, name_of, i)
+    _require_own_memory(local, name_of, i)
     if local.is_conj():
         local = local.conj()  # clears the conjugate bit; multiplying by a real number commutes with conjugation
     if local.is_neg():
@@ -290,7 +290,7 @@ def _target(local: Tensor, name_of: NameOf, i: int) -> Tensor:
     return local
 
 
-def require_own_memory(tensor: Tensor, name_of: NameOf, i: int) -> None:
+def _require_own_memory(tensor: Tensor, name_of: NameOf, i: int) -> None:
     """Raises RuntimeError, by name, if not every element of a strided tensor has memory of its own to be changed."""
     if tensor._is_zerotensor():
         why = "is one of torch's lazy zero tensors, which have no memory"

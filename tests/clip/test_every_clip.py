@@ -26,16 +26,15 @@ CLIPS: dict[str, Callable[..., Tensor | None]] = {
     "ZClip": lambda parameters, **options: gradstat.ZClip(max_norm=1.3).clip_(parameters, **options),
     "AdaGC": lambda parameters, **options: gradstat.AdaGC(absolute=1.3).clip_(parameters, **options),
     "AGC": lambda parameters, **options: gradstat.AGC(0.1, eps=13.0).clip_(parameters, **options),
-    "clip_grad_value_": lambda parameters, **options: gradstat.clip_grad_value_(parameters, 1.2),  # type: ignore[func-returns-value]
 }
-MEASURING = [name for name in CLIPS if name not in ("clip_grads_with_norm_", "clip_grad_value_")]
+MEASURING = [name for name in CLIPS if name != "clip_grads_with_norm_"]
 WRITING = {
     **CLIPS,
     "guarded_step": lambda parameters, **options: (
         gradstat.guarded_step(torch.optim.SGD(parameters, lr=0.0), 1.3, **options).total_norm
     ),
 }
-BY_NORM = [name for name in WRITING if name not in ("AutoClip", "ZClip", "AGC", "clip_grad_value_")]
+BY_NORM = [name for name in WRITING if name not in ("AutoClip", "ZClip", "AGC")]
 every_clip = pytest.mark.parametrize("clip", CLIPS)
 
 
@@ -58,9 +57,8 @@ def test_what_is_no_parameter_is_refused(clip: str) -> None:
         with pytest.raises(error, match=message):
             CLIPS[clip](given)
     with_gradient = [parameter_with(torch.ones(3, 4))]
-    if clip != "clip_grad_value_":
-        with pytest.raises(ValueError, match="unknown backend 'fast'; known: native, triton, reference"):
-            CLIPS[clip](with_gradient, backend="fast")
+    with pytest.raises(ValueError, match="unknown backend 'fast'; known: native, triton, reference"):
+        CLIPS[clip](with_gradient, backend="fast")
 
 
 @every_clip
@@ -120,7 +118,7 @@ def test_sparse_gradients_are_clipped(clip: str, where: tuple[str, str]) -> None
     torch.testing.assert_close(parameters[0].grad.to_dense(), sparse.to_dense() / 10)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("clip", [name for name in WRITING if name != "clip_grad_value_"])
+@pytest.mark.parametrize("clip", WRITING)
 def test_what_cannot_be_written_is_refused_by_name_before_anything_changes(clip: str, where: tuple[str, str]) -> None:
     backend, device = where
     spoiled = [(torch.ones(3, 1, device=device).expand(3, 4), RuntimeError, "expanded.*clone")]

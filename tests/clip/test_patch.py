@@ -23,11 +23,9 @@ import gradstat
 
 PLACES = [
     (utils, "clip_grad_norm_"),
-    (utils, "clip_grad_value_"),
     (utils, "get_total_norm"),
     (utils, "clip_grads_with_norm_"),
     (clip_grad, "clip_grad_norm_"),
-    (clip_grad, "clip_grad_value_"),
     (clip_grad, "_get_total_norm"),
     (clip_grad, "_clip_grads_with_norm_"),
 ]
@@ -70,8 +68,6 @@ CALLS: dict[str, Callable[[nn.Parameter], object]] = {
     # torch does not take a Python number as norm, gradstat does not take a negative limit.
     "utils.clip_grads_with_norm_": lambda p: utils.clip_grads_with_norm_([p], 1.0, total_norm=5e20),  # type: ignore[arg-type]
     "clip_grad._clip_grads_with_norm_": lambda p: clip_grad._clip_grads_with_norm_([p], 1.0, total_norm=5e20),  # type: ignore[arg-type,no-untyped-call]
-    "utils.clip_grad_value_": lambda p: utils.clip_grad_value_([p], -1.0),
-    "clip_grad.clip_grad_value_": lambda p: clip_grad.clip_grad_value_([p], -1.0),
 }
 
 
@@ -91,8 +87,6 @@ def test_calls_are_gradstats_while_patched_and_torchs_before_and_after(call: str
     ours: object = torch.tensor(5e20)
     if "_with_norm_" in call:
         torchs, ours = TypeError, torch.tensor([0.6, 0.8])
-    elif "value" in call:
-        torchs, ours = torch.tensor([-1.0, -1.0]), ValueError
 
     def same(found: object, expected: object) -> bool:
         return torch.allclose(found, expected) if isinstance(found, Tensor) else found is expected  # type: ignore[arg-type]
@@ -105,11 +99,10 @@ def test_calls_are_gradstats_while_patched_and_torchs_before_and_after(call: str
 
 
 def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torchs() -> None:
-    norm_before, value_before = utils.clip_grad_norm_, utils.clip_grad_value_
+    norm_before = utils.clip_grad_norm_
     with gradstat.patch_torch():
         bound = utils.clip_grad_norm_
         assert is_gradstats(bound)
-        value_before([huge()], -1.0)
         assert is_gradstats(norm_before)  # torch's function, which calls gradstat's halves
     assert not is_gradstats(bound)
     assert not is_gradstats(norm_before)
@@ -125,10 +118,9 @@ def test_an_empty_generator_warns_once_and_points_at_the_caller() -> None:
     with gradstat.patch_torch(), gradstat.patch_torch(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert utils.clip_grad_norm_((p for p in ()), 1.0) == 0.0
-        utils.clip_grad_value_((p for p in ()), 1.0)
         assert utils.get_total_norm(p for p in ()) == 0.0
     words = "`parameters` is an empty generator, no gradient clipping will occur."
-    assert [(str(w.message), w.filename) for w in caught] == [(words, __file__)] * 2  # once for each clip
+    assert [(str(w.message), w.filename) for w in caught] == [(words, __file__)]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)], ids=str)
@@ -180,7 +172,6 @@ def test_other_kinds_of_tensors_are_handed_to_torch() -> None:
         assert utils.clip_grad_norm_([plain, other], 1.0) == float("inf")
         with pytest.raises(TypeError, match="clamp"):
             utils.clip_grads_with_norm_([other], 1.0, 2.0)  # type: ignore[arg-type]
-        utils.clip_grad_value_([other], -1.0)
 
 
 def test_a_module_instead_of_tensors_is_refused_with_the_remedy() -> None:

@@ -17,7 +17,6 @@ CALLS = {
     "clip_grad_norm_": lambda parameters: gradstat.clip_grad_norm_(parameters, 1.0),
     "get_total_norm": lambda parameters: gradstat.get_total_norm([p.grad for p in parameters]),
     "clip_grads_with_norm_": lambda parameters: gradstat.clip_grads_with_norm_(parameters, 1.0, torch.tensor(2.0)),
-    "clip_grad_value_": lambda parameters: gradstat.clip_grad_value_(parameters, 1.0),
 }
 
 def compiled(call):

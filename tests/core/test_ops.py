@@ -70,7 +70,6 @@ CLIPS = {
     "clipped": lambda parameters: gradstat.clip_grad_norm_(parameters, 0.5),
     "unclipped": lambda parameters: gradstat.clip_grad_norm_(parameters, 1e9),
     "in halves": in_halves,
-    "by value": lambda parameters: gradstat.clip_grad_value_(parameters, 0.5),
 }
 
 

@@ -226,7 +226,6 @@ def clipped_by_torch() -> list[Tensor]:
     for clip in (
         lambda p: utils.clip_grad_norm_([p], 1.0),
         lambda p: utils.clip_grads_with_norm_([p], 0.5, utils.get_total_norm([p.grad])),
-        lambda p: utils.clip_grad_value_([p], 0.25),
         lambda p: utils.clip_grad_norm_([p], 1.0, norm_type=3),  # passed on to torch by gradstat
         lambda p: utils.clip_grads_with_norm_([p], 0.5, utils.get_total_norm([p.grad], 1.5)),
     ):

@@ -256,24 +256,6 @@ def product(values: Floats, multipliers: float | Floats, dtype: torch.dtype) -> 
     return rounded_product(torch.from_numpy(values.copy()), by, real).double().numpy()  # type: ignore[no-any-return]
 
 
-def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
-    """Clamps to limits that every dtype represents exactly."""
-    clamped = batch.only(lambda recipe: not recipe.dtype.is_complex and recipe.dtype not in FLOAT8)
-    clamped = [i for i in clamped if not batch.recipes[i].is_expanded]
-    before, limit = batch.memory(), source.choice((0.0, 2.0**-14, 0.5, 1.0, 1.5, 448.0, math.inf))
-    foreach = source.choice((None, None, True, False))
-    gradstat.clip_grad_value_(parameters_with([batch.tensors[i] for i in clamped]), limit, foreach)
-    assert_unchanged(batch, before, set(clamped))
-    memory = batch.current()
-    for i in clamped:
-        recipe = batch.recipes[i]
-        expected, now = decoded_from(recipe.dtype, before[i]).copy(), decoded_from(recipe.dtype, memory[i])
-        view = view_of(expected, recipe)
-        view[...] = np.clip(view, -limit, limit)
-        for at, part in np.argwhere(~((now == expected) | (np.isnan(now) & np.isnan(expected))))[:1]:
-            expect(False, f"element {at} of the memory", recipe, now[at, part], expected[at, part])
-
-
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     """Scales by a multiplier per tensor, then by a factor while measuring; through torch's dispatcher or directly."""
     chosen = batch.only(lambda recipe: is_scaled_by(backend, recipe))
@@ -307,6 +289,5 @@ OPERATIONS: dict[str, Callable[[Batch, random.Random, str], None]] = {
     "unit_stats": judge_units,
     "get_total_norm": judge_total_norm,
     "clip_grad_norm_": judge_clip,
-    "clip_grad_value_": judge_clip_value,
     "scale_each_, unscale_": judge_products,
 }

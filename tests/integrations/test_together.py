@@ -106,7 +106,6 @@ STEPPING: dict[str, Callable[[], Way]] = {
     "torch's value clip": lambda: clipped_by(lambda run: UTILS.clip_grad_value_(run.parameters, 1e-3)),
     "clip_grad_norm_": lambda: clipped_by(lambda run: gradstat.clip_grad_norm_(run.parameters, 0.01)),
     "halves": lambda: halves(gradstat),
-    "clip_grad_value_": lambda: clipped_by(lambda run: gradstat.clip_grad_value_(run.parameters, 1e-3)),
     "FixedClip": lambda: adaptive(lambda: gradstat.FixedClip(0.01)),
     "AutoClip": lambda: adaptive(gradstat.AutoClip),
     "ZClip": lambda: adaptive(gradstat.ZClip),

@@ -593,7 +593,6 @@ CALLS: dict[str, Any] = {
     "on_anomaly watch rules save_to options": partial(gradstat.Monitor, LINEAR),
     "scaler closure model extra_groups": partial(gradstat.guarded_step, torch.optim.SGD(LINEAR.parameters())),
     "max_norm norm_type extra_groups": partial(gradstat.clip_grad_norm_, [*LINEAR.parameters()], max_norm=1.0),
-    "clip_value": partial(gradstat.clip_grad_value_, [*LINEAR.parameters()]),
     "tensors": gradstat.stats,
     "scale max_loss max_norm": gradstat.SpikeGuard,
     "path limit": partial(load, path="run.gradstat"),
