@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradstat._core import native
+from gradstat._core.host_copy import HostCopy
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
@@ -46,6 +47,7 @@ class Pending(NamedTuple):
     is_scaled: bool  # whether the gradients carry the loss scale
     origin: Callable[[], Any] | None  # asks all ranks which of them produced NaN, if that is watched
     observations: list[Observation]  # what is known without reading numbers
+    facts: HostCopy | None  # about outputs, as `OutputFacts.of` takes them
 
     def kinds(self) -> set[str]:
         return {segment.kind for numbers in self.numbers for segment in numbers.segments}
@@ -140,6 +142,7 @@ class Collector:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
         others: list[PendingRows] = []
+        facts: HostCopy | None = None
         if self._kept is not None and self._kept.was_kept:
             scalars["not_zeroed"], self._kept.was_kept = 1.0, False
         if self._connection.has_late_clip:
@@ -157,6 +160,8 @@ class Collector:
                 for segment, more in self._due(step, self._local_parameters(named), segments[0].names, observations):
                     segments.append(segment)
                     tensors += more
+                if self._outputs is not None and self.is_due("outputs", step):
+                    facts = self._outputs.take()
             if self._activations is not None:
                 segment, measured = self._activations.take()
                 others += [PendingRows([segment], measured)] if measured.tables else []
@@ -178,7 +183,7 @@ class Collector:
             self._order_recorder = _order_of(named) if is_partial else None
         if is_sampled or (step + 1) % self._sampled == 0 or step + 1 in _EARLY or self._periods["batch"] > 1:
             self._switch_hooks(step + 1)
-        return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
+        return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations, facts)
 
     @property
     def is_scaled(self) -> bool:
@@ -394,10 +399,6 @@ class Collector:
             now = [parameter for _, parameter in named]
             copies = self._make_or_meta(step, now, lambda: [parameter.clone() for parameter in now])
             self._old_parameters = {name: copy for (name, _), copy in zip(named, copies, strict=True)}
-        if self._outputs is not None and self.is_due("outputs", step):
-            seen = self._outputs.take()
-            if seen:
-                yield Segment("output", tuple(seen)), list(seen.values())
         if self.is_due("replicas", step) and not self._connection.is_joining():
             from gradstat.distributed import verify_replicas
 

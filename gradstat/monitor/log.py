@@ -19,6 +19,7 @@ from gradstat.monitor.segments import PendingRows, Segment
 from gradstat.recording.kinds import GRADIENT
 from gradstat.recording.recording import Recording, joined
 from gradstat.report import Report
+from gradstat.rules.output_facts import OutputFacts
 from gradstat.rules.rows import Floats, Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.tensor_stats import l2_norm_of
 
@@ -140,6 +141,9 @@ class StepLog:
             self.observations += pending.observations
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
+        if pending.facts is not None:
+            self._outputs = OutputFacts.of(pending.facts.wait().tolist())
+            self.observations.append(Observation("outputs", pending.step, self._outputs))
 
     def _parts_of(self, numbers: PendingRows) -> list[tuple[Segment, slice, TensorSet]]:
         """The segments of a table that have rows of their own: where they are, and of which tensors."""
@@ -198,7 +202,7 @@ class StepLog:
             columns[name] = np.array([one.scalars.get(name, fill) for one in closed])
         stacked = {kind: _stacked(*zip(*of_kind, strict=True)) for kind, of_kind in rows.items()}
         self._keep(steps, columns, stacked)
-        return Window(steps, columns, stacked, run, seen, self.latest)
+        return Window(steps, columns, stacked, run, seen, self.latest, self._outputs)
 
     def _keep(self, steps: npt.NDArray[np.int64], scalars: dict[str, Floats], tables: dict[str, Rows]) -> None:
         self.latest |= {kind: rows.newest for kind, rows in tables.items()}
@@ -237,6 +241,7 @@ class StepLog:
         # Of a review each: steps, scalars, and by kind rows, or a `Series` of them.
         self._blocks: deque[tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Any]]] = deque()
         self.latest: dict[str, Rows] = {}  # by kind, the newest rows, of one step
+        self._outputs = OutputFacts()  # the newest
         if recording is not None and len(recording.steps):
             self._blocks.append((recording.steps, recording.scalars, {**recording.tables}))
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradstat._core.hooks import Hook, hook_forward
-from gradstat._core.host_copy import peek_interpreter_stack
+from gradstat._core.host_copy import HostCopy, peek_interpreter_stack
 from gradstat._core.nested import tensors_in
-from gradstat.monitor.observers import Switched, is_plain, leaves_of, measurable
-from gradstat.recording.kinds import FIT
+from gradstat.monitor.observers import Switched, is_plain, leaves_of
+from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 
 # Functions that make logits what no logits should be, as autograd names them.
 _ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
@@ -33,7 +33,7 @@ class Outputs(Switched):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen: dict[str, Tensor] = {}
+        self._seen: dict[str, Tensor] = {}  # by fields of `OutputFacts` and `Fit`, in tensors without dimensions
         self.leaves: list[tuple[weakref.ref[Tensor], int]] | None = None  # of the first pass, as `leaves_of`
         hook = Hook(self.measure)
         super().__init__({hook: hook_forward(model, hook)}, on=False)
@@ -45,7 +45,8 @@ class Outputs(Switched):
         logits = getattr(output, "logits", computed[0] if computed else output)
         if self.leaves is None:
             self.leaves = leaves_of(computed[0]) if computed else None
-        if measurable(logits) and logits.is_floating_point() and logits.dim() and logits.numel():
+        is_measured = is_plain(logits) and logits.is_floating_point() and logits.dim() > 0
+        if is_measured and peek_interpreter_stack() is None:
             with torch.no_grad():
                 every = logits.detach() if logits.dim() > 1 else logits.detach()[:, None]
                 sample = _sample(every)
@@ -55,104 +56,109 @@ class Outputs(Switched):
                     margin = largest[..., 0] - largest[..., 1]
                 else:
                     margin = values.abs()
-                self._seen = {"logits": (margin > 10).mean(dtype=torch.float32).reshape(1)}
-                in_transform = peek_interpreter_stack() is not None
-                if logits.grad_fn is None or not is_plain(values) or in_transform:
+                self._seen = {"certain": (margin > 10).mean(dtype=torch.float32)}
+                if logits.grad_fn is None:
                     return
-                activation = torch.zeros(1, device=values.device)
+                is_named = type(logits.grad_fn).__name__ in _ACTIVATIONS
+                over = activation = torch.zeros((), device=values.device)
                 if values.shape[-1] > 1:
-                    self._seen["over_samples"] = _is_over_samples(every)
-                    activation = _activation_of(values)
-                    if type(logits.grad_fn).__name__ in _ACTIVATIONS:
-                        activation = -activation
-            logits.register_hook(Hook(self.measure_gradient, self._seen, activation, every, every._version, sample))
+                    over, activation = _dim_over_samples(every), _activation_of(values)
+                    self._seen["is_over_samples"] = over == 1
+                seen = _Pass(self._seen, every, every._version, sample, over, activation, is_named)
+            logits.register_hook(Hook(self.measure_gradient, seen))
 
-    def measure_gradient(
-        self, seen: dict[str, Tensor], activation: Tensor, outputs: Tensor, version: int, sample: Any, gradient: Tensor
-    ) -> None:
+    def measure_gradient(self, seen: _Pass, gradient: Tensor) -> None:
         # Of several forward passes before a backward pass the last counts, and none if the step was measured before.
-        is_late = not self._hooks[0].on or seen is not self._seen
-        if is_late or not is_plain(gradient) or outputs._version != version:
+        outputs, is_late = seen.outputs, not self._hooks[0].on or seen.facts is not self._seen
+        if is_late or not is_plain(gradient) or outputs._version != seen.version:
             return
         with torch.no_grad():
             gradient = gradient.detach().view_as(outputs)
             is_of_logits = is_of_logarithms = gradient.new_zeros((), dtype=torch.bool)
             if outputs.shape[-1] > 1:
-                rows = outputs[sample].flatten(0, -2)
-                is_of_logits, is_of_logarithms = self._measure_classes(activation, rows, sample, gradient)
+                is_of_logits, is_of_logarithms = _measure_classes(seen, gradient)
             if 2 * outputs[0].numel() <= _MOST_ELEMENTS // 8:
                 self._seen |= _fit_of(outputs, gradient, is_of_logits, is_of_logarithms)
 
-    def _measure_classes(
-        self, activation: Tensor, outputs: Tensor, sample: Any, gradient: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Measures what a loss on classes makes of the sampled ``outputs``; returns, as tensors, whether it is one.
-
-        That is one of logits, whose softmax it takes, or one of logarithms of probabilities.
-        """
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        classes, count = gradient.shape[-1], gradient.shape[:-1].numel()
-        rows = columns = gradient[sample].flatten(0, -2)
-        norms, smallest = torch.linalg.vector_norm(rows, dim=-1, dtype=wide), rows.argmin(-1)
-        if len(rows) < count:  # all rows of some columns: those of labels, since others may be zero
-            some = norms.topk(min(_MOST_COLUMNS, _MOST_ELEMENTS // count, len(rows))).indices
-            columns = gradient[..., smallest[some]].flatten(0, -2)
-        # Elements of 16 bits are rounded by up to 2 ** -9; those of other losses cancel by chance, but not in all.
-        limit = 0.01 * norms.amax()
-        cancels = (rows.sum(-1, dtype=wide).abs() < limit).all()
-        # Columns cancel instead, and each row has one label.
-        is_askew = (columns.sum(0, dtype=wide).abs() < limit).all() & ~cancels
-        is_one_label = (rows.topk(2, -1, largest=False).values[:, 1] >= 0).all()
-        is_askew &= is_one_label
-        is_askew &= classes not in (2, count) and columns.numel() > 0
-        labels = torch.where(norms > 0, smallest, -1)  # no gradient where a label is ignored
-        label, labelled = labels.amax(), (labels >= 0).sum()
-        is_one = ((labels == label) | (labels < 0)).all()
-        few = slice(max(1, _MOST_ELEMENTS // 8 // classes))
-        activation = torch.where(_is_twice(outputs[few].to(wide), rows[few].to(wide)), -5.0, activation)
-        self._seen["activation"] = torch.where(is_askew, 4.0, activation * cancels)
-        # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
-        is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
-        sums, largest = (torch.linalg.vector_norm(rows, order, -1, dtype=wide) for order in (1, math.inf))
-        used = torch.linalg.vector_norm(rows, math.inf, 0, dtype=wide) > 0
-        are_logarithms = ((outputs[few].exp().sum(-1, dtype=wide) - 1).abs() < 0.01).all()
-        is_one_of = (sums <= largest).all() & (used.sum() > 1) & ~are_logarithms
-        self._seen["one_of"] = is_one_of.float().reshape(1)
-        over = self._seen["over_samples"]
-        self._seen["over_samples"] = torch.where(is_last, over.clamp(max=1), over)
-        right = (labels == outputs.argmax(-1)).sum() / labelled.clamp(min=1)
-        for name, value in (
-            ("classes", classes), ("labels", labelled), ("label", is_one * (label + 1)), ("right", right),
-        ):  # fmt: skip
-            self._seen[name] = ((cancels | is_last) * value).float().reshape(1)
-        return cancels, is_last
-
-    def take(self) -> dict[str, Tensor]:
-        """The numbers of the last forward pass since the last call, each ``[1]``, of the rows that were read.
-
-        ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax, or one
-        logarithm of a probability for each sample: the numbers of ``"classes"`` and of ``"labels"``; ``"label"``, which
-        is 1 + the label if all are the same, else 0; ``"right"``, the fraction of labels whose logit is the largest;
-        and ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if
-        all are in (0, 1]. That is negative if autograd names the function, 4 if the softmax is one over the samples,
-        and -5 if it is one of a softmax. ``"over_samples"`` is 1 if the outputs are such a softmax already, or its
-        logarithm, or one over places in a sequence. ``"one_of"`` is 1 if the loss takes one output of each row, not
-        the same in all and no logarithm of a probability, as Q-learning takes that of the action. For the others see
-        `_fit_of`.
-        """
+    def take(self) -> HostCopy | None:
+        """The numbers of `OutputFacts.of` on the way to the host, of the last pass since the last call, if any."""
         seen, self._seen = self._seen, {}
-        return seen
+        if not seen:
+            return None
+        zero = seen["certain"].new_zeros(())
+        names = [*OutputFacts._fields[:-1], *(Fit._fields if "cross" in seen else ())]
+        return HostCopy(torch.stack([seen.get(name, zero).float() for name in names]))
+
+
+class _Pass(NamedTuple):
+    """What is kept of a forward pass until the gradient of its outputs comes."""
+
+    facts: dict[str, Tensor]
+    outputs: Tensor
+    version: int  # of the outputs
+    sample: Any  # as `_sample`
+    over: Tensor  # as `_dim_over_samples`
+    activation: Tensor  # as `_activation_of`
+    is_named: bool
+
+
+def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Measures what a loss on classes makes of the sampled outputs; returns, as tensors, whether it is one.
+
+    That is one of logits, whose softmax it takes, or one of logarithms of probabilities.
+    """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    classes, count = gradient.shape[-1], gradient.shape[:-1].numel()
+    outputs, rows = seen.outputs[seen.sample].flatten(0, -2), gradient[seen.sample].flatten(0, -2)
+    columns = rows
+    norms, smallest = torch.linalg.vector_norm(rows, dim=-1, dtype=wide), rows.argmin(-1)
+    if len(rows) < count:  # all rows of some columns: those of labels, since others may be zero
+        some = norms.topk(min(_MOST_COLUMNS, _MOST_ELEMENTS // count, len(rows))).indices
+        columns = gradient[..., smallest[some]].flatten(0, -2)
+    # Elements of 16 bits are rounded by up to 2 ** -9; those of other losses cancel by chance, but not in all.
+    limit = 0.01 * norms.amax()
+    cancels = (rows.sum(-1, dtype=wide).abs() < limit).all()
+    # Columns cancel instead, and each row has one label.
+    is_askew = (columns.sum(0, dtype=wide).abs() < limit).all() & ~cancels
+    is_one_label = (rows.topk(2, -1, largest=False).values[:, 1] >= 0).all()
+    is_askew &= is_one_label
+    is_askew &= classes not in (2, count) and columns.numel() > 0
+    labels = torch.where(norms > 0, smallest, -1)  # no gradient where a label is ignored
+    label, labelled = labels.amax(), (labels >= 0).sum()
+    is_one = ((labels == label) | (labels < 0)).all()
+    few = slice(max(1, _MOST_ELEMENTS // 8 // classes))
+    is_twice = _is_twice(outputs[few].to(wide), rows[few].to(wide))
+    # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
+    is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
+    sums, largest = (torch.linalg.vector_norm(rows, order, -1, dtype=wide) for order in (1, math.inf))
+    used = torch.linalg.vector_norm(rows, math.inf, 0, dtype=wide) > 0
+    are_logarithms = ((outputs[few].exp().sum(-1, dtype=wide) - 1).abs() < 0.01).all()
+    takes_classes = cancels | is_last
+    facts = {
+        "is_over_samples": (seen.over == 1) | (is_last & (seen.over > 0)),
+        "takes_over_samples": is_askew,
+        "takes_one": (sums <= largest).all() & (used.sum() > 1) & ~are_logarithms,
+        "activation": cancels * torch.where(is_twice, float(Activation.SOFTMAX), seen.activation),
+        "is_named": is_twice | seen.is_named,
+        "classes": takes_classes * classes,
+        "labels": takes_classes * labelled,
+        "label": takes_classes * is_one * (label + 1),
+        "right": takes_classes * (labels == outputs.argmax(-1)).sum() / labelled.clamp(min=1),
+    }
+    seen.facts.update(facts)
+    return cancels, is_last
 
 
 def _activation_of(values: Tensor) -> Tensor:
-    """What `Outputs.take` calls the activation, ``[1]``, by the values alone."""
+    """The `Activation` of the values, by them alone, as a number without dimensions."""
     low, high = torch.aminmax(values)
     is_one = ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01).all()
     # Equal ones tell nothing, as those of a head that begins at zero.
     has_zero = low == 0
     is_activated = (low >= 0) & (high > low) & (has_zero | (high <= 1))
-    activation: Tensor = is_activated * torch.where(is_one, 1.0, torch.where(has_zero, 3.0, 2.0))
-    return activation.reshape(1)
+    is_unit = torch.where(has_zero, float(Activation.NEVER_NEGATIVE), float(Activation.UNIT))
+    activation: Tensor = is_activated * torch.where(is_one, float(Activation.PROBABILITIES), is_unit)
+    return activation
 
 
 def _is_twice(outputs: Tensor, gradient: Tensor) -> Tensor:
@@ -171,17 +177,11 @@ def _is_twice(outputs: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logarithms: Tensor) -> dict[str, Tensor]:
-    """Sums over a model's ``outputs`` and their residuals, which tell whether they follow the targets; each ``[1]``.
+    """The sums of a `Fit` over a model's ``outputs``, by name.
 
-    A residual is an output less its target. The gradient of a squared error is the residual times a number. That of a
-    cross-entropy tells the labels, and it is one if the gradient is the same multiple, for each sample, of what the
-    labels and outputs make it: so a policy's, which weighs actions by returns, is none. Of large outputs some samples
-    are enough.
-
-    Returns:
-        By the names in `FIT`: around the means over samples, the sums of squared ``"outputs"``, of products with
-        residuals as ``"cross"``, and of squared ``"residuals"``; the sum of squared gradients as ``"squares"``, 0 if
-        residuals are exact; their ``"count"``, and the number of ``"samples"``.
+    The gradient of a squared error is the residual times a number. That of a cross-entropy tells the labels, and it is
+    one if the gradient is the same multiple, for each sample, of what the labels and outputs make it: so a policy's,
+    which weighs actions by returns, is none. Of large outputs some samples are enough.
     """
     wide, every = torch.promote_types(outputs.dtype, torch.float32), 1 + outputs.numel() // (_MOST_ELEMENTS // 8)
     squares = torch.linalg.vector_norm(gradient, dtype=wide).square()
@@ -205,7 +205,7 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
     values, residuals = values - values.mean(0), residuals - residuals.mean(0)
     sums = values.square().sum(), (values * residuals).sum(), residuals.square().sum(), squares * ~is_exact
     counts = values.new_full((), values.numel()), values.new_full((), len(outputs))
-    return {name: number.float().reshape(1) for name, number in zip(FIT, (*sums, *counts), strict=True)}
+    return dict(zip(Fit._fields, (*sums, *counts), strict=True))
 
 
 def _is_one_number(values: Tensor, most: float) -> Tensor:
@@ -214,10 +214,11 @@ def _is_one_number(values: Tensor, most: float) -> Tensor:
     return (least > 0) & (values.amax() <= most * least)
 
 
-def _is_over_samples(outputs: Tensor) -> Tensor:
-    """1 if ``outputs`` are probabilities, or their logarithms, that sum to 1 over dim 0 and not over the last; ``[1]``.
+def _dim_over_samples(outputs: Tensor) -> Tensor:
+    """1 if ``outputs`` are probabilities, or their logarithms, that sum to 1 over dim 0 and not over the last.
 
-    2 if they do over dim 1 of three, which may be that of classes. The first few places of other dims are enough.
+    2 if they do over dim 1 of three, which may be that of classes; 3 if over both; 0 if over neither. The first few
+    places of other dims are enough.
     """
     while outputs.dim() > 3:
         outputs = outputs[:, 0]
@@ -230,7 +231,8 @@ def _is_over_samples(outputs: Tensor) -> Tensor:
         return (probabilities >= 0).all() & ((sums - 1).abs() < 0.01).all()
 
     sums = [is_one(dim) * (1.0 + dim) for dim in range(outputs.dim() - 1) if outputs.shape[dim] > 1]
-    return (~is_one(-1) * sum(sums, outputs.new_zeros(()))).float().reshape(1)
+    over: Tensor = ~is_one(-1) * sum(sums, outputs.new_zeros(()))
+    return over
 
 
 def _sample(tensor: Tensor) -> tuple[Any, ...]:

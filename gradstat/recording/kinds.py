@@ -30,7 +30,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),
     Kind("activation", "activations", 0, "module", sizes_vary=True),
-    Kind("output", "outputs", 50, "module"),  # as in `outputs.Outputs.take`
+    Kind("output", "outputs", 50, "module"),  # what is known of outputs; only recordings before 0.1.0 have rows
     GRADIENT,
     STATE,
 )
@@ -41,12 +41,6 @@ SCALARS = frozenset(
     | {"loss_scale", "refused", "not_zeroed", "late_clip"}
 )
 """The scalars that gradstat records, beside the rates ``"lr[1]"`` and so on of other groups; others are the user's."""
-
-LOGITS = "logits"
-"""The row of kind ``"output"`` with the fraction of predictions that are certain."""
-
-FIT = ("outputs", "cross", "residuals", "squares", "count", "samples")
-"""The rows of kind ``"output"`` that tell whether predictions follow their targets; what they are says `outputs`."""
 
 INPUT_KINDS = ("batch", "input")
 """What a training step begins with: what ``Monitor.batch`` was given, and what the model was called with."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.recording.kinds import FIT, LOGITS
 from gradstat.rules.base import WRONG_SIGN, Rule, median, sizes_of_weights
-from gradstat.rules.rows import Rows, Window
+from gradstat.rules.output_facts import Activation, Fit
+from gradstat.rules.rows import Observation, Rows, Window
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
@@ -37,15 +37,15 @@ _SMALL = ("an initialisation with a factor or a standard deviation far too small
 _RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
 _LOWER = ("lower the learning rate, by a factor of ten at first, and warm it up",)
 _ACTIVATIONS = {
-    1.0: "are probabilities already",
-    2.0: "are all between 0 and 1",
-    3.0: "are never negative, but often 0",
-    5.0: "pass through a softmax",
+    Activation.PROBABILITIES: "are probabilities already",
+    Activation.UNIT: "are all between 0 and 1",
+    Activation.NEVER_NEGATIVE: "are never negative, but often 0",
+    Activation.SOFTMAX: "pass through a softmax",
 }
 _ACTIVATED = (
     "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
 )
-_ASKEW, _DIM = 4.0, ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
+_DIM = ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
 # The fit of outputs is judged after so many steps. What stands in place of a correlation that is not known.
 _FITS, _UNKNOWN = 240, 2.0
 _UNSCALED = (
@@ -175,13 +175,15 @@ class NoLearning(Rule):
         if not self._count:
             self._begin(window, float(losses[is_finite][0]))
         values, steps, at = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist(), 0
-        looks = []
-        for rows, look in ((window.rows("output"), self._outputs), (window.rows("parameter"), self._weights)):
-            looks += [] if rows is None else [(step, look, rows, row) for row, step in enumerate(rows.steps.tolist())]
-        for step, look, rows, row in sorted(looks, key=operator.itemgetter(0)):
+        looks: list[tuple[int, Callable[..., Iterable[Finding]], Any]] = []
+        looks += [(seen.step, self._outputs, seen) for seen in window.observed("outputs")]
+        parameters = window.rows("parameter")
+        if parameters is not None:
+            looks += [(step, self._weights, (parameters, row)) for row, step in enumerate(parameters.steps.tolist())]
+        for step, look, seen in sorted(looks, key=operator.itemgetter(0)):
             stop = bisect.bisect_right(steps, step)
             yield from self._add(window, values[at:stop], steps[at:stop])
-            yield from look(window, rows, row)
+            yield from look(window, seen)
             at = stop
         yield from self._add(window, values[at:], steps[at:])
 
@@ -227,31 +229,33 @@ class NoLearning(Rule):
             elif abs(loss) <= 2 * usual:
                 self._chance = usual
 
-    def _outputs(self, window: Window, outputs: Rows, row: int) -> Iterator[Finding]:
+    def _outputs(self, window: Window, seen: Observation) -> Iterator[Finding]:
         """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
-        names = (*FIT, "activation", "classes", "labels", "label", "over_samples", LOGITS)
-        *sums, activation, classes, count, label, over, certain = outputs.of(names).mean[row].tolist()
-        step, first = int(outputs.steps[row]), self._first[0] if self._count == 1 else math.nan
+        step, first = seen.step, self._first[0] if self._count == 1 else math.nan
+        facts, activation, classes = seen.value, seen.value.activation, seen.value.classes
+        count, label = facts.labels, 0 if facts.label is None else facts.label + 1
         if math.isnan(self._first_certain):
-            self._first_certain, self._labelled = np.nan_to_num([certain, max(1.0, count)]).tolist()
+            self._first_certain, self._labelled = facts.certain, max(1.0, count)
         at = int(np.searchsorted(window.steps, step))
         equal = math.nan
-        if all(map(math.isfinite, (*sums, window.value("loss", at)))):
-            equal = yield from self._fit(window, at, sums, window.value("loss", at))
-        is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
-        self._askew_for = self._askew_for + 1 if activation == _ASKEW or over == 1 else 0
+        if facts.fit is not None and all(map(math.isfinite, (*facts.fit, window.value("loss", at)))):
+            equal = yield from self._fit(window, at, facts.fit, window.value("loss", at))
+        is_over = facts.is_over_samples
+        self._askew_for = self._askew_for + 1 if facts.takes_over_samples or is_over else 0
         # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
-        is_one = activation == 1 and (self._were_logits or 0.9 < first / math.log(classes) < 1.1)
-        self._were_logits |= activation == 0 and classes > 0
-        if (is_one or (is_known and activation > 1)) and "activation" not in self._reported:
+        is_one = activation == Activation.PROBABILITIES
+        is_one = is_one and (self._were_logits or 0.9 < first / math.log(classes) < 1.1)
+        self._were_logits |= activation == Activation.NONE and classes > 0
+        is_one |= facts.is_named and activation > Activation.PROBABILITIES
+        if is_one and "activation" not in self._reported:
             least = math.log1p((classes - 1) / math.e)
             text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
-            text += f": it cannot fall below {least:.4g}" * (activation != 3)
-            yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
+            text += f": it cannot fall below {least:.4g}" * (activation != Activation.NEVER_NEGATIVE)
+            yield self._once("activation", step, "logits", text, "output", _ACTIVATED, classes=classes)
         if self._askew_for == 2 and "askew" not in self._reported:
-            what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
+            what = "outputs of the model are a softmax" if is_over else "loss takes the softmax of the outputs"
             text = f"the {what} over samples or places in a sequence, not over the classes"
-            yield self._once("askew", step, LOGITS, text, "output", _DIM)
+            yield self._once("askew", step, "logits", text, "output", _DIM)
         if not count > 0 and equal >= 0:
             label, count = equal, self._samples
         # A discriminator may get real and made samples in passes of their own.
@@ -269,15 +273,16 @@ class NoLearning(Rule):
             text += f"; of {before} before, {self._differ} had several"
             bits = min(math.log2((before + 2) / (self._alike + 1)), _MOST_BITS) * len(each)
             # A policy, which weighs actions by returns, may settle on one.
-            is_odd = bits >= _BITS and (not sums[3] or count > sums[-1] or equal >= 0)
+            is_told = facts.fit is not None and (not facts.fit.squares or count > facts.fit.samples)
+            is_odd = bits >= _BITS and (is_told or equal >= 0)
         else:
             is_enough = self._classes and len(each) >= self.measurements and step - since >= self.soon
             is_odd = is_enough and sum(counts) >= (_ALIKE if is_same else min(_ALIKE, _BITS + len(counts)))
         if is_odd:
-            yield self._once("label", int(since), LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
+            yield self._once("label", int(since), "logits", text, "output", _ONE_LABEL, labels=sum(counts))
 
-    def _fit(self, window: Window, row: int, sums: list[float], loss: float) -> Generator[Finding, None, float]:
-        """Judges whether outputs follow their targets, by the ``sums`` of `monitor.outputs.Outputs.take` in a row.
+    def _fit(self, window: Window, row: int, fit: Fit, loss: float) -> Generator[Finding, None, float]:
+        """Judges whether outputs follow their targets, by the ``fit`` in the step of a row.
 
         If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
         ratio to the sum of squared gradients, or to their mean, is the same in all batches, though they are not.
@@ -285,7 +290,7 @@ class NoLearning(Rule):
         Returns:
             1 if all targets are equal, 0 if not, NaN if that is not known.
         """
-        outputs, cross, residuals, squares, count, self._samples = sums
+        outputs, cross, residuals, squares, count, self._samples = fit
         step, scale, is_known = int(window.steps[row]), 1.0, squares == 0
         if squares > 0 and loss:
             scale, ratio = 2 * loss / squares, squares / loss
@@ -326,8 +331,9 @@ class NoLearning(Rule):
             yield self._once("chance", since, "loss", text, "series", self.causes, correlation=related, loss=loss)
         return equal
 
-    def _weights(self, window: Window, parameters: Rows, row: int) -> Iterator[Finding]:
-        """Looks at the weights of the first step, and at how far they have come."""
+    def _weights(self, window: Window, seen: tuple[Rows, int]) -> Iterator[Finding]:
+        """Looks at the weights of the first step, and at how far they have come; ``seen`` are rows, and which."""
+        parameters, row = seen
         step = int(parameters.steps[row])
         weights = parameters.tensors.matrices  # others may begin at zero, or be statistics that are kept as parameters
         norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[row, weights])))
@@ -403,7 +409,7 @@ class NoLearning(Rule):
         if {"chance", "rate", "learned"} & {*self._reported}:
             return
         now, chance = median(self._recent), self._chance
-        if now < self.flat_share * chance or last_output(window, "right") > (1 + 1 / self._classes) / 2:
+        if now < self.flat_share * chance or window.outputs.right > (1 + 1 / self._classes) / 2:
             self._reported["learned"] = step  # in the latter case its loss has other terms as well
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
@@ -445,7 +451,7 @@ class NoLearning(Rule):
 
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
-        share, norm, change = last_output(window, LOGITS), window.value("norm", row), self._change()
+        share, norm, change = window.outputs.certain, window.value("norm", row), self._change()
         if change is not None:
             return change[0], change[1], f"; {change[2]}"
         if share > 0.3:
@@ -454,12 +460,6 @@ class NoLearning(Rule):
             causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
             return "norm", causes, f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
         return "loss", self.causes, ""
-
-
-def last_output(window: Window, name: str) -> float:
-    """The number ``name`` of the outputs, when last measured; 0 if it never was."""
-    outputs = window.latest.get("output")
-    return 0.0 if outputs is None else float(np.nan_to_num(outputs.of((name,)).mean[-1, 0]))
 
 
 def _classes_of(window: Window, gradients: Rows) -> int:

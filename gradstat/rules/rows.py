@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from gradstat._core.tensors import TensorInfo
 from gradstat.recording.recording import COLUMNS, Series
+from gradstat.rules.output_facts import OutputFacts
 from gradstat.tensor_stats import RowValues, TensorStats
 
 __all__ = ["Observation", "Rows", "RunSettings", "Window"]
@@ -137,7 +138,7 @@ class Observation:
     """An observation that is not a row of statistics.
 
     Attributes:
-        kind: What was observed, ``"replicas"`` for example.
+        kind: What was observed, ``"replicas"`` or ``"outputs"`` for example.
         step: The step.
         value: The result; its type depends on ``kind``.
     """
@@ -196,6 +197,8 @@ class Window:
         run: What else is known about the run.
         observations: Other observations, in order.
         latest: By kind, the newest rows before or in these steps, of one step; without kinds that were never measured.
+        outputs: The newest facts about the model's outputs before or in these steps; those of each step in which they
+            were looked at are the observations ``"outputs"``.
     """
 
     steps: npt.NDArray[np.int64]
@@ -204,6 +207,7 @@ class Window:
     run: RunSettings = field(default_factory=RunSettings)
     observations: Sequence[Observation] = ()
     latest: Mapping[str, Rows] = field(default_factory=dict)
+    outputs: OutputFacts = field(default_factory=OutputFacts)
 
     def scalar(self, name: str) -> Floats | None:
         """The values of the scalar ``name`` in these steps, or None if there are none."""

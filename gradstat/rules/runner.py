@@ -15,7 +15,6 @@ from gradstat.rules import Rule
 from gradstat.rules.base import WRONG_SIGN, Band, Episodes
 from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
 from gradstat.rules.gradients import ExplodingGradient
-from gradstat.rules.learning import last_output
 from gradstat.rules.rows import Floats, Window
 from gradstat.rules.training import LossSpike
 from gradstat.rules.weights import ParameterJump
@@ -113,7 +112,8 @@ class RuleRunner:
         """``finding`` with what the scalars show before its other causes."""
         if finding.rule == LossSpike.name:
             # Errors of one output in each row are of Q-learning.
-            moves = last_output(window, "one_of") and last_output(window, "squares") and finding.causes != WRONG_SIGN
+            seen = window.outputs
+            moves = seen.takes_one and seen.fit is not None and seen.fit.squares > 0 and finding.causes != WRONG_SIGN
             finding = replace(finding, severity="info") if window.run.has_rival or moves else finding
         if finding.rule not in _GROWS:
             return finding

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradstat
 from gradstat.monitor import Finding, default_rules
 from gradstat.monitor.outputs import Outputs, _sample
+from gradstat.rules.output_facts import Activation, OutputFacts
 
 Batch = Callable[[int], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -363,10 +364,11 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
     model, outputs = looked_at(nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).to(dtype))
     labels, predicted = torch.tensor([0, 2, 2, 1]), model(torch.randn(4, 4, dtype=dtype))
     cross_entropy(predicted, labels).backward()
-    seen = {name: value.item() for name, value in outputs.take().items()}
     right = (predicted.argmax(1) == labels).float().mean().item()
-    expected = {"logits": 0.0, "over_samples": 0.0, "activation": -1.0, "classes": 3.0, "labels": 4.0, "label": 0.0}
-    assert expected | {"right": right} == {name: seen[name] for name in (*expected, "right")}
+    expected = OutputFacts(
+        activation=Activation.PROBABILITIES, is_named=True, classes=3, labels=4, label=None, right=right
+    )
+    assert taken_from(outputs)._replace(fit=None) == expected
 
 
 @pytest.mark.parametrize(
@@ -621,7 +623,7 @@ def test_gradients_that_only_cancel_tell_no_targets(loss: Loss, wrap: Callable[[
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", ["square", "binary", "classes"])
 def test_sums_of_a_fit_are_those_of_outputs_and_targets(kind: str, dtype: torch.dtype) -> None:
-    outputs, sums = 3 * torch.randn(40, 5, dtype=dtype), ("outputs", "cross", "residuals", "squares")
+    outputs = 3 * torch.randn(40, 5, dtype=dtype)
     labels, given = torch.randint(5, (40,)), torch.rand(40, 5, dtype=dtype).round()
     labels[::3] = -100  # samples without a label count as right
     losses: dict[str, Loss] = {
@@ -636,8 +638,8 @@ def test_sums_of_a_fit_are_those_of_outputs_and_targets(kind: str, dtype: torch.
     values, residuals = fits - fits.mean(0), expected[kind] - expected[kind].mean(0)
     squares = gradient.square().sum() * (kind == "square")
     reference = [values.square().sum(), (values * residuals).sum(), residuals.square().sum(), squares]
-    assert [seen[name] for name in sums] == pytest.approx([float(each) for each in reference], rel=1e-4, abs=1e-6)
-    assert (seen["count"], seen["samples"]) == (200, 40)
+    assert [*seen.fit[:4]] == pytest.approx([float(each) for each in reference], rel=1e-4, abs=1e-6)
+    assert (seen.fit.elements, seen.fit.samples) == (200, 40)
 
 
 def test_a_squared_error_with_the_wrong_sign_is_told_at_once() -> None:
@@ -733,15 +735,19 @@ def looked_at(model: nn.Module | None = None) -> tuple[nn.Module, Outputs]:
     return model, watch
 
 
+def taken_from(watch: Outputs) -> OutputFacts:
+    return OutputFacts.of(watch.take().wait().tolist())
+
+
 def seen_in(
     outputs: Tensor, labels: Tensor, loss: Loss, last: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, float], Tensor]:
+) -> tuple[OutputFacts, Tensor]:
     """What is seen of a model that returns ``last(outputs)``, and the gradient of its input."""
     model, watch = looked_at()
     outputs = outputs.clone(memory_format=torch.preserve_format).requires_grad_()
     with NoSync():
         (gradient,) = torch.autograd.grad(loss(model(last(outputs)), labels), outputs)
-    return {name: value.item() for name, value in watch.take().items()}, gradient
+    return taken_from(watch), gradient
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -757,21 +763,25 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize(
     ("last", "loss", "activation"),
     [
-        (lambda x: 1 * x, of_rows(cross_entropy), 0.0),
-        (lambda x: 4 * x, of_rows(cross_entropy, label_smoothing=0.1), 0.0),
-        (torch.sigmoid, of_rows(cross_entropy), -2.0),
-        (torch.relu, of_rows(cross_entropy), -3.0),
-        (lambda x: x.softmax(-1), of_rows(cross_entropy), -1.0),
-        (lambda x: 1 * x.sigmoid(), of_rows(cross_entropy), 2.0),
-        (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, few_labelled(labels)), 0.0),
-        (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, torch.full_like(labels, 7)), 0.0),
-        (lambda x: 1 * x, lambda x, labels: nll_loss(x.flatten(0, -2).float().log_softmax(0), labels.flatten()), 4.0),
-        (lambda x: 1 * x, lambda x, labels: x.square().mean(), 0.0),
-        (lambda x: 1 * x, lambda x, labels: (x[..., 37] - 1).square().mean(), 0.0),  # few columns, that do not cancel
+        (lambda x: 1 * x, of_rows(cross_entropy), "NONE"),
+        (lambda x: 4 * x, of_rows(cross_entropy, label_smoothing=0.1), "NONE"),
+        (torch.sigmoid, of_rows(cross_entropy), "UNIT, named"),
+        (torch.relu, of_rows(cross_entropy), "NEVER_NEGATIVE, named"),
+        (lambda x: x.softmax(-1), of_rows(cross_entropy), "PROBABILITIES, named"),
+        (lambda x: 1 * x.sigmoid(), of_rows(cross_entropy), "UNIT"),
+        (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, few_labelled(labels)), "NONE"),
+        (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, torch.full_like(labels, 7)), "NONE"),
+        (
+            lambda x: 1 * x,
+            lambda x, labels: nll_loss(x.flatten(0, -2).float().log_softmax(0), labels.flatten()),
+            "NONE, over samples",
+        ),
+        (lambda x: 1 * x, lambda x, labels: x.square().mean(), "NONE"),
+        (lambda x: 1 * x, lambda x, labels: (x[..., 37] - 1).square().mean(), "NONE"),  # few columns, not cancelling
     ],
 )
 def test_a_sample_of_large_outputs_tells_the_same(
-    last: Any, loss: Any, activation: float, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    last: Any, loss: Any, activation: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     outputs, others = 3 * torch.randn(24, 250, 40), torch.randint(40, (24, 250))
@@ -784,12 +794,11 @@ def test_a_sample_of_large_outputs_tells_the_same(
     monkeypatch.setattr("gradstat.monitor.outputs._MOST_ROWS", 10**6)
     whole, without_sample = seen_in(*given)
     assert torch.equal(gradient, without_sample)
-    for name in ("activation", "classes", "label"):
-        assert sampled[name] == whole[name]
-    assert sampled["activation"] == activation
-    assert sampled["logits"] == pytest.approx(whole["logits"], abs=0.03)
-    assert sampled["right"] == pytest.approx(whole["right"], abs=0.05)
-    assert sampled["labels"] == pytest.approx(whole["labels"] * 2047 / 6000, rel=0.1)
+    shares = {"certain": pytest.approx(whole.certain, abs=0.03), "right": pytest.approx(whole.right, abs=0.05)}
+    labelled = pytest.approx(whole.labels * 2047 / 6000, rel=0.1)
+    assert sampled == whole._replace(**shares, labels=labelled)
+    told = sampled.activation.name + ", named" * sampled.is_named + ", over samples" * sampled.takes_over_samples
+    assert told == activation
 
 
 @pytest.mark.parametrize(("rows", "elements", "count"), [(2048, 2**23, 2047), (2048, 2**16, 1637), (64, 2**23, 63)])
@@ -832,7 +841,7 @@ def test_a_sample_is_all_that_large_outputs_take(
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         model(logits)
         torch.autograd.grad(logits, leaf, gradient)
-    assert len(watch.take()) == (14 if elements == 2**23 else 8)
+    assert (taken_from(watch).fit is not None) == (elements == 2**23)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     taken = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]  # negative if given back
@@ -846,7 +855,8 @@ def test_columns_of_too_many_rows_are_not_looked_at(monkeypatch: pytest.MonkeyPa
     given = torch.randn(8001, 4), torch.randint(4, (8001,))
     askew = seen_in(*given, lambda x, labels: nll_loss(x.log_softmax(0), labels), lambda x: 1 * x)[0]
     usual = seen_in(*given, cross_entropy, lambda x: x.softmax(-1))[0]
-    assert (askew["activation"], usual["activation"], usual["classes"]) == (0.0, -1.0, 4.0)
+    assert (askew.activation, askew.takes_over_samples) == (Activation.NONE, False)
+    assert (usual.activation, usual.classes) == (Activation.PROBABILITIES, 4)
 
 
 def test_hooks_on_outputs_are_only_there_when_looked_at_and_leave_no_trace() -> None:
@@ -1201,13 +1211,13 @@ def test_of_two_forward_passes_before_a_backward_pass_the_last_is_measured(
         def forward(self, x: Tensor, width: int) -> Tensor:
             return super().forward(x)[:, :width]
 
-    model, x = Narrow(4, 8), torch.randn(16, 4)
-    monitor = gradstat.Monitor(model, torch.optim.SGD(model.parameters(), 0.1), on_anomaly=RECORD)
+    model, x, seen = Narrow(4, 8), torch.randn(16, 4), []
+    looks = gradstat.monitor.rule("looks")(lambda _, window: seen.extend(window.observed("outputs")))
+    monitor = gradstat.Monitor(model, torch.optim.SGD(model.parameters(), 0.1), on_anomaly=RECORD, rules=[looks()])
     (cross_entropy(model(x, 8), torch.arange(16) % 8) + model(x, width).mean()).backward()
     monitor.step()
-    rows = monitor.recording().tables["output"]
     monitor.detach()
-    assert "labels" not in rows.names or rows.column("mean")[0, rows.names.index("labels")] == 0
+    assert [(one.step, one.value.labels) for one in seen] == [(0, 0)]
     assert [str(warning.message) for warning in recwarn] == []
 
 

@@ -110,7 +110,7 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     assert [activation() for activation in seen] == [None] * 25
     tables = monitor.recording().tables
     assert in_order(tables) == [
-        *("batch", "input", "constant", "update", "parameter", "buffer", "activation", "output", "gradient"),
+        *("batch", "input", "constant", "update", "parameter", "buffer", "activation", "gradient"),
         *("exp_avg", "exp_avg_sq"),
     ]
     assert tables["parameter"].steps.tolist() == [0, 10, 20]
@@ -119,9 +119,6 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     assert tables["update"].steps.tolist() == [1, 11, 21]  # measured after the optimizer steps
     assert tables["activation"].names == ("first", "norm", "second", "last")
     assert tables["activation"].steps.tolist() == [0, 10, 20]
-    of_classes = ("logits", "over_samples", "activation", "one_of", "classes", "labels", "label", "right")
-    of_fits = ("outputs", "cross", "residuals", "squares", "count", "samples")
-    assert tables["output"].names == of_classes + of_fits
     expected = [(before[11][n] - before[10][n]).norm().item() for n in tables["update"].names]
     np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-6)
     expected = [before[10][n].norm().item() for n in tables["parameter"].names]

@@ -26,6 +26,7 @@ from gradstat.monitor.collector import optimizer_settings
 from gradstat.monitor.observers import Coverage
 from gradstat.monitor.outputs import Outputs
 from gradstat.rules import MissingGradient
+from gradstat.rules.output_facts import OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.rules.runner import RuleRunner
 
@@ -84,11 +85,13 @@ class Story:
 
     def windows(self, size: int) -> list[Window]:
         """All steps, in windows of ``size``."""
-        made, latest = [], {}
+        made, latest, outputs = [], {}, OutputFacts()
         for first in range(0, self.steps, size):
             end = min(first + size, self.steps)
             tables = {kind: table.within(first, end) for kind, table in self.tables.items()}
             known = {kind: rows for kind, rows in tables.items() if rows is not None}
+            looks = [seen for seen in self.observations if first <= seen.step < end]
+            outputs = next((seen.value for seen in looks[::-1] if seen.kind == "outputs"), outputs)
             latest |= {kind: Rows(rows.tensors, rows.steps[-1:], rows.raw[-1:]) for kind, rows in known.items()}
             made.append(
                 Window(
@@ -96,8 +99,9 @@ class Story:
                     {name: np.array(values[first:end], dtype=np.float64) for name, values in self.scalars.items()},
                     known,
                     self.run,
-                    [seen for seen in self.observations if first <= seen.step < end],
+                    looks,
                     dict(latest),
+                    outputs,
                 )
             )
         return made
@@ -325,14 +329,12 @@ def learning(
     The sizes of its two ``weights`` are those of all parameters ``later``, in the step ``when``.
     """
     tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
-    if certain is not None:
-        numbers = [row(1.0, 1, mean=certain), row(1.0, 1, mean=right)]
-        tables["output"] = Table({0: numbers}, ("logits", "right"), [(1,)] * 2)
+    looks = [] if certain is None else [Observation("outputs", 0, OutputFacts(certain=certain, right=right))]
     if weights is not None:
         begun = [row(weights[0], zeros=1), row(1.0, 8), row(weights[1], zeros=1)]
         grown = [row(size, numel) for size, numel in zip(later, (64, 8, 64), strict=True)]
         tables["parameter"] = Table({0: begun} | ({when: grown} if when < len(losses) else {}))
-    return Story(len(losses), {"loss": losses, **scalars}, tables)
+    return Story(len(losses), {"loss": losses, **scalars}, tables, looks)
 
 
 def wobbling(count: int, level: float = 1.0) -> list[float]:
@@ -1094,9 +1096,9 @@ def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dt
     logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
     for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
         watch.measure(model, (), outputs.to(dtype))
-        assert {name: value.item() for name, value in watch.take().items()} == {"logits": share}
+        assert OutputFacts.of(watch.take().wait().tolist()) == OutputFacts(certain=share)
     watch.measure(model, (), torch.tensor(3.0))
-    assert watch.take() == {}
+    assert watch.take() is None
 
 
 # Rules of users ------------------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""What rules learn about a model's outputs, and about what the loss makes of them: facts, no statistics of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Activation(IntEnum):
+    """What a loss that takes the softmax of outputs gets in place of logits."""
+
+    NONE = 0  # logits; also if the loss takes no softmax
+    PROBABILITIES = 1  # they sum to 1 over the classes
+    UNIT = 2  # all are in (0, 1]
+    NEVER_NEGATIVE = 3  # and some are exactly 0
+    SOFTMAX = 4  # the loss takes the softmax of a softmax of the outputs
+
+
+class Fit(NamedTuple):
+    """Sums that tell whether outputs follow their targets. A residual is an output less its target.
+
+    Attributes:
+        outputs, cross, residuals: Around the means over samples, of squared outputs, of products of outputs and
+            residuals, and of squared residuals.
+        squares: Of squared gradients, of which residuals are then an unknown multiple; 0 if residuals are exact.
+        elements: The number of outputs.
+        samples: The number of samples.
+    """
+
+    outputs: float
+    cross: float
+    residuals: float
+    squares: float
+    elements: float
+    samples: float
+
+
+class OutputFacts(NamedTuple):
+    """What is known about the outputs of one forward pass, of the rows that were read.
+
+    A field is 0 or False if it is not known. So are ``activation`` to ``right``, unless the loss takes the softmax of
+    the outputs, or one logarithm of a probability for each sample.
+
+    Attributes:
+        certain: The share of predictions whose largest logit exceeds the next by more than 10.
+        is_over_samples: Whether outputs are a softmax over the samples or over places in a sequence, or its logarithm.
+        takes_over_samples: Whether the loss takes such a softmax.
+        takes_one: Whether the loss takes one output of each row, not the same in all and no logarithm of a
+            probability, as Q-learning takes that of the action.
+        activation: What the outputs went through before the softmax.
+        is_named: Whether autograd names the function that made the outputs, or the gradient tells it.
+        classes: The number of classes.
+        labels: The number of labels.
+        label: The label of all samples; None if they have several.
+        right: The share of labels whose logit is the largest.
+        fit: Whether outputs follow their targets; None if nothing is known about these.
+    """
+
+    certain: float = 0.0
+    is_over_samples: bool = False
+    takes_over_samples: bool = False
+    takes_one: bool = False
+    activation: Activation = Activation.NONE
+    is_named: bool = False
+    classes: int = 0
+    labels: int = 0
+    label: int | None = None
+    right: float = 0.0
+    fit: Fit | None = None
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> OutputFacts:
+        """The facts in ``numbers``, in the order of the fields: labels are counted from 1, those of a fit come last."""
+        certain, over, takes_over, one, activation, is_named, classes, labels, label, right, *sums = numbers
+        return cls(
+            certain,
+            bool(over),
+            bool(takes_over),
+            bool(one),
+            Activation(int(activation)),
+            bool(is_named),
+            int(classes),
+            int(labels),
+            int(label) - 1 if label else None,
+            right,
+            Fit(*sums) if sums else None,
+        )
