@@ -10,6 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
 from gradstat import __version__
+from gradstat.monitor import Rule
 
 project = "gradstat"
 author = "the authors of gradstat"
@@ -74,7 +75,9 @@ SECTIONS = Config(napoleon_use_param=False, napoleon_attr_annotations=False)
 
 
 def with_lists(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Makes lists of the sections of a docstring: "Args", "Attributes", "Returns" and "Raises"."""
+    """Makes lists of the sections of a docstring: "Args", "Attributes", "Returns", "Raises". A rule tells its name."""
+    if what == "class" and issubclass(thing, Rule) and thing.name:
+        lines[:0] = [f"``{thing.name}``, {thing.severity}.", ""]
     text = re.sub(r"^Returns:\n    ", r"\g<0>: ", "\n".join(lines), flags=re.MULTILINE)
     text = "\n".join(GoogleDocstring(text, SECTIONS, app, what, obj=thing).lines())
     attributes = re.compile(r"^\.\. attribute:: .*", re.MULTILINE)  # names that share a description: one on each line

@@ -85,7 +85,7 @@ class Monitor:
             ``"rollback"``, ``"replay"``, ``"record"`` (only add to `findings`), a callable ``(monitor, finding)``, or
             several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
         watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
-        rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
+        rules: The rules to run; None for `gradstat.monitor.default_rules()`.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none. The
             file is tried at once. If it cannot be written later, the recording goes to another folder, with a warning.
         replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no
@@ -375,11 +375,11 @@ class Monitor:
         """
         self.flush()
         since = self.steps - within
-        vetoes = [f for f in self.findings if f.severity == "error" or f.rule == "refused-step"]
+        errors = [finding for finding in self.findings if finding.severity == "error"]
         # A finding has the step in which a problem began, and its rule knows in which it was last met.
-        last = self._rules.last_steps({finding.rule for finding in vetoes})
+        last = [self._rules.refused_at, *self._rules.last_steps({finding.rule for finding in errors})]
         with self._lock:
-            return all(step < since for step in [*(f.step for f in vetoes), *last]) and self._collector.is_finite()
+            return all(step < since for step in [*(f.step for f in errors), *last]) and self._collector.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
         """Runs the newest step again, observes every operation, and names the first place that made a NaN or Inf.

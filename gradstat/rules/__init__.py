@@ -1,9 +1,8 @@
-"""The built-in rules. Each is a small class whose thresholds are arguments."""
+"""The built-in rules. Each is a small class; its thresholds are constants beside it, with where they come from."""
 
 from gradstat.rules.base import Rule, rule
 from gradstat.rules.data import BatchRange, ConstantFeature, LabelRange, NonfiniteRank, RepeatedBatch, ReplicaMismatch
 from gradstat.rules.finite import (
-    LostLoss,
     NonfiniteActivation,
     NonfiniteBatch,
     NonfiniteBuffer,
@@ -14,9 +13,10 @@ from gradstat.rules.finite import (
 )
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.rules.learning import NoLearning
+from gradstat.rules.learning_rate import LearningRateJump
 from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
-from gradstat.rules.precision import LossScale, Underflow
-from gradstat.rules.training import LateClip, LearningRateJump, LossSpike, OptimizerCoverage, RefusedStep
+from gradstat.rules.precision import Underflow
+from gradstat.rules.training import LateClip, LossSpike, OptimizerCoverage
 from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
 
 RULES: tuple[type[Rule], ...] = (
@@ -41,10 +41,8 @@ RULES: tuple[type[Rule], ...] = (
     # Its forward pass.
     NonfiniteActivation,
     NonfiniteLoss,
-    LostLoss,
     # Its backward pass.
     NonfiniteRank,
-    LossScale,
     NonfiniteGradient,
     MissingGradient,
     DeadGradient,
@@ -56,14 +54,13 @@ RULES: tuple[type[Rule], ...] = (
     UnchangedParameter,
     NoLearning,
     SmallSecondMoment,
-    RefusedStep,
     LateClip,
 )
 """All built-in rules, in the order in which they run: causes before effects, if both show in one step."""
 
 
 def default_rules() -> list[Rule]:
-    """A new instance of every rule, with default thresholds."""
+    """A new instance of every rule."""
     return [kind() for kind in RULES]
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, require
+from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, require
 from gradstat._core.text import expect, printable
 from gradstat.recording.findings import SEVERITIES, Finding, Severity
 from gradstat.rules.rows import Bools, Floats, Rows, Window
@@ -146,6 +146,9 @@ def _loaded(held: Any, value: Any, place: str, is_own: bool) -> Any:
     if isinstance(held, Episodes):
         require(value, {str: WHOLE}, place)
         return Episodes(held.quiet, value)
+    if isinstance(held, Records):
+        require(value, [held.kind], place)
+        return Records(held.width, value)
     if is_own:
         kinds: dict[type, Any] = {dict: {str: NUMBER}, list: [FINITE], bool: FLAG, int: WHOLE, str: TEXT}
         require(value, kinds.get(type(held), NUMBER), place)
@@ -186,6 +189,23 @@ class Episodes(dict[str, int]):
         return last is None or step - last > self.quiet
 
 
+class Records(list[list[float]]):
+    """A list of lists of ``width`` finite numbers each, for what belongs together in a state."""
+
+    def __init__(self, width: int, saved: Iterable[Sequence[float]] = ()) -> None:
+        super().__init__(map(list, saved))
+        self.width = width
+
+    @property
+    def kind(self) -> Kind:
+        """That of each list, for checks of a state."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list | tuple) and len(value) == self.width and all(map(FINITE.fits, value))
+
+        return Kind(f"{self.width} finite numbers", fits)
+
+
 def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
     """The steps and values of the scalar ``name``; empty if it has none in these steps."""
     values = window.scalars.get(name)
@@ -198,6 +218,32 @@ def median(values: Any) -> float:
     if np.isnan(ordered[-1]):
         return math.nan
     return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
+
+
+HUGE = 1e300  # stands for what is not finite, also for NaN, where values are compared or kept in a state
+
+
+def bounded(values: Any) -> list[float]:
+    """``values`` with what is not finite at ±`HUGE`."""
+    limited: list[float] = np.fmax(np.fmin(values, HUGE), -HUGE).tolist()
+    return limited
+
+
+def around(values: Sequence[float], at: int, before: int, within: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Those of ``values`` in so many steps ``before`` the position ``at``, and in so many from it on."""
+    at = max(at, 0)
+    return values[max(at - before, 0) : at], values[at : at + within]
+
+
+def risen(
+    before: Sequence[float], after: Sequence[float], count: int, of: Callable[[Sequence[float]], float] = median
+) -> float | None:
+    """How high a loss or norm has risen, or None if it has not: the one answer to that for all rules.
+
+    It has if ``count`` values in a row ``after`` a step are above all ``before``: their median, or ``of`` them.
+    """
+    highest = max((of(after[i : i + count]) for i in range(len(after) - count + 1)), default=-math.inf)
+    return highest if highest > max(before, default=math.inf) else None
 
 
 def sizes_of_weights(parameters: Rows, row: int) -> tuple[list[int], Floats]:

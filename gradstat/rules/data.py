@@ -10,48 +10,45 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import Episodes, LastingRule, Rule, median
+from gradstat.rules.base import LastingRule, Rule, median
 from gradstat.rules.rows import Floats, Rows, RunSettings, Window
+
+# Largest magnitude over the largest one before; also the smallest standard deviation before over that of now.
+_FACTOR = 100.0
+# Smallest magnitude of values of one sign over the largest one before.
+_OFFSET = 5.0
+# So many earlier measurements must be known; and so many in a row have a deviation that is too small.
+_KNOWN, _LOW_FOR = 20, 5
+# An input that nothing normalises has a larger standard deviation than `_SPREAD` from the beginning on, and so has the
+# gradient of the first weight beside that of its bias, up to `_REACHES`. The loss falls by the factor `_FALL` in the
+# first 64 steps, as the model unlearns that scale.
+_SPREAD, _REACHES, _FALL = 20.0, 8.0, 10.0
+_FIRST_INPUT = "input[0]"
+_FLAT = (
+    "inputs that are never filled, masked out entirely, or multiplied by 0",
+    "inputs that are divided by their scale twice, or normalised by a huge standard deviation",
+)
 
 
 class BatchRange(Rule):
     """Inputs far outside of their previous range, or that hardly vary any more: not normalised, damaged, or zero.
 
-    Args:
-        factor: Largest magnitude over the largest one before; smallest standard deviation before over that of now.
-        offset: Smallest magnitude of values of one sign over the largest one before.
-        measurements: Minimum number of earlier measurements. If the model's first input is zero in so many from the
-            beginning on, and no other input is not, that is a finding, too.
-        in_a_row: Number of measurements in a row with a standard deviation that is too small. One of zeros and ones,
-            such as a mask, is not judged by it.
-        spread: The first input has a larger standard deviation from the beginning on, and so has the gradient of the
-            first weight beside that of its bias, up to a factor of ``reaches``: nothing normalises it before. A finding
-            if the loss falls by the factor ``fall`` in the first 64 steps, as the model unlearns that scale.
+    Also a first input that is zero from the beginning on, where no other input is not, or that is in a scale of its
+    own. One of zeros and ones, such as a mask, is not judged by its deviation.
     """
 
     name = "batch-range"
     causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
-    def __init__(
-        self,
-        factor: float = 100.0,
-        offset: float = 5.0,
-        measurements: int = 20,
-        in_a_row: int = 5,
-        spread: float = 20.0,
-        reaches: float = 8.0,
-        fall: float = 10.0,
-    ) -> None:
-        self.factor, self.offset, self.measurements, self.in_a_row = factor, offset, measurements, in_a_row
-        self.spread, self.reaches, self.fall = spread, reaches, fall
+    def __init__(self) -> None:
+        super().__init__()
         self._unscaled = 0.0  # the deviation of such an input
         self._losses: list[float] = []  # the first ones, if there is one
         self._largest: dict[str, float] = {}
         self._least_spread: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         self._low_for: dict[str, int] = {}
-        self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
         yield from self._begins_badly(window)
@@ -75,11 +72,11 @@ class BatchRange(Rule):
             if bias in gradients.names and inputs.names[0] == _FIRST_INPUT:
                 spread, sizes = float(inputs.std[0, 0]), gradients.rms[0]
                 ratio = sizes[weights[0]] / sizes[gradients.names.index(bias)]
-                self._unscaled = spread if spread > self.spread and ratio > spread / self.reaches else 0.0
+                self._unscaled = spread if spread > _SPREAD and ratio > spread / _REACHES else 0.0
         if self._unscaled and len(self._losses) < 64:
             self._losses += filter(math.isfinite, window.scalars.get("loss", np.empty(0)).tolist())
             later = median(self._losses[32:64]) if len(self._losses) >= 64 else math.inf
-            if self._losses and self._losses[0] > self.fall * abs(later):
+            if self._losses and self._losses[0] > _FALL * abs(later):
                 text = f"from the first step on, the model's input {_FIRST_INPUT} has a standard deviation of "
                 text += f"{self._unscaled:.3g}; the loss began at {self._losses[0]:.4g}, and soon it was {later:.4g}"
                 yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
@@ -91,34 +88,31 @@ class BatchRange(Rule):
         if not math.isfinite(value):
             return
         most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
-        is_far = value > self.factor * most or max(low, -high) > self.offset * most
-        if is_far and seen >= self.measurements and most > 0 and self._episodes.record(name, step):
+        is_far = value > _FACTOR * most or max(low, -high) > _OFFSET * most
+        if is_far and seen >= _KNOWN and most > 0 and self._episodes.record(name, step):
             text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
             yield self.found(step, name, text, about=kind, largest=value, before=most)
         else:
             self._largest[name] = max(most, value)
         least = self._least_spread.get(name, np.inf)
-        if seen >= self.measurements and spread * self.factor < least:
+        if seen >= _KNOWN and spread * _FACTOR < least:
             self._low_for[name] = self._low_for.get(name, 0) + 1
-            if self._low_for[name] == self.in_a_row and self._episodes.record(f"low {name}", step):
+            if self._low_for[name] == _LOW_FOR and self._episodes.record(f"low {name}", step):
                 now = f"is {low:.3g} everywhere" if low == high else f"has a standard deviation of {spread:.3g}"
-                text = f"{name} {now} for {self.in_a_row} steps; before, its deviation was at least {least:.3g}"
+                text = f"{name} {now} for {_LOW_FOR} steps; before, its deviation was at least {least:.3g}"
                 evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
-                yield self.found(step - self.in_a_row + 1, name, text, about=kind, causes=_FLAT, **evidence)
+                yield self.found(step - _LOW_FOR + 1, name, text, about=kind, causes=_FLAT, **evidence)
         else:
             self._least_spread[name] = 0.0 if is_binary else min(least, spread)
             self._low_for[name] = 0
-        is_judged = name == _FIRST_INPUT and seen + 1 == self.measurements and rows.tensors.matrices[i]
+        is_judged = name == _FIRST_INPUT and seen + 1 == _KNOWN and rows.tensors.matrices[i]
         if is_judged and not any(self._largest.get(other) for other in rows.names):
             text = f"the model's input {name} has been 0 everywhere since the first step"
             yield self.found(0, name, text, about=kind, causes=_FLAT)
 
 
-_FIRST_INPUT = "input[0]"
-_FLAT = (
-    "inputs that are never filled, masked out entirely, or multiplied by 0",
-    "inputs that are divided by their scale twice, or normalised by a huge standard deviation",
-)
+# So many of the features, in so many measurements in a row; two suffice if all samples are the same.
+_SHARE, _MEASUREMENTS, _ALL_THE_SAME = 0.9, 3, 2
 
 
 class ConstantFeature(LastingRule):
@@ -127,28 +121,20 @@ class ConstantFeature(LastingRule):
     Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
     are. A tensor of a single value never counts: it is a mask or the like. Integers, such as tokens, only count if the
     samples are the same in all inputs, since those of positions and masks may be.
-
-    Args:
-        share: Fraction of features.
-        measurements: Number of measurements in a row; two, if all samples are the same.
     """
 
     name = "constant-feature"
     causes = ("columns that were filled with a default, or lost in preprocessing", "one sample repeated many times")
     advice = ("look at these features in the data loader's output", "leave constant columns out")
 
-    def __init__(self, share: float = 0.9, measurements: int = 3) -> None:
-        super().__init__()
-        self.share, self.measurements = share, measurements
-
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("constant")
         if rows is None:
             return
-        is_constant = rows.mean > self.share
+        is_constant = rows.mean > _SHARE
         for row, i in zip(*is_constant.nonzero(), strict=True):
             is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
-        needed = np.where(rows.mean == 1, min(2, self.measurements), self.measurements)
+        needed = np.where(rows.mean == 1, _ALL_THE_SAME, _MEASUREMENTS)
         for row, fresh, _, since in self.lasting(rows, is_constant, needed):
             for i in fresh:
                 name, share = rows.names[i], float(rows.mean[row, i])
@@ -202,6 +188,11 @@ class _RankRule(Rule):
         raise NotImplementedError
 
 
+# The share of steps that brought a change before, weighted over the last 32 or so. If changes come by chance, the
+# chance of 20 steps without one is then 0.4 ** 20.
+_CHANGING = 0.6
+
+
 class RepeatedBatch(_RankRule):
     """The same batch step after step, in place of ever new ones; or on all ranks, for which ``watch={"batches": n}``.
 
@@ -212,8 +203,6 @@ class RepeatedBatch(_RankRule):
 
     Args:
         in_a_row: Number of steps.
-        changing: The share of steps that brought a change before, weighted over the last 32 or so. If changes come by
-            chance, the chance of ``in_a_row`` steps without one is then 0.4 ** 20.
     """
 
     name = "repeated-batch"
@@ -221,9 +210,9 @@ class RepeatedBatch(_RankRule):
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
 
-    def __init__(self, in_a_row: int = 20, changing: float = 0.6) -> None:
+    def __init__(self, in_a_row: int = 20) -> None:
         super().__init__()
-        self.in_a_row, self.changing = in_a_row, changing
+        self.in_a_row = in_a_row
         # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
         self._last: dict[str, float] = {}
         self._least: dict[str, float] = {}
@@ -259,7 +248,7 @@ class RepeatedBatch(_RankRule):
             share = kept * share + is_other / 32
         last, least = sums[-1], min(least, *sums)
         self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
-        is_same = same_for >= self.in_a_row and share > self.changing * kept**same_for
+        is_same = same_for >= self.in_a_row and share > _CHANGING * kept**same_for
         # Inputs of a single value are no batch; `BatchRange` tells about them.
         return is_same and (
             last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())

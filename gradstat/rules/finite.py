@@ -108,8 +108,7 @@ _CLIP = "clipping before gradients were measured: one NaN makes the norm NaN, wh
 class NonfiniteGradient(Rule):
     """NaN or Inf in a gradient; names the parameter whose gradient was the first not to be finite in the backward pass.
 
-    With a loss scaler, occasional overflows are expected, so a step that is not finite is only an info; `LossScale`
-    reports too many of them.
+    With a loss scaler, occasional overflows are expected, so a step that is not finite is only an info.
     """
 
     name = "nonfinite-gradient"
@@ -184,7 +183,7 @@ class NonfiniteGradient(Rule):
 
 
 class NonfiniteLoss(Rule):
-    """A loss that is NaN or Inf."""
+    """A loss that is NaN or Inf; in three steps in a row, training will not recover, and that is told as well."""
 
     name = "nonfinite-loss"
     severity = "error"
@@ -200,11 +199,20 @@ class NonfiniteLoss(Rule):
         SKIP,
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._run = 0  # steps in a row
+
     def review(self, window: Window) -> Iterable[Finding]:
         for step, value in series(window, "loss_nonfinite"):
+            self._run = self._run + 1 if value > 0 else 0
             if value > 0 and self._episodes.record("", step):
                 kind = "NaN" if value == 1 else "infinite"
                 yield self.found(step, "loss", f"the loss is {kind}", value=kind, causes=self._causes(window, step))
+            if self._run == _LOST:
+                text, more = f"the loss has not been finite for {_LOST} steps in a row", {"in_a_row": _LOST}
+                began = step - _LOST + 1
+                yield self.found(began, "loss", text, "series", None, _LOST_CAUSES, _LOST_ADVICE, **more)
 
     def _causes(self, window: Window, step: int) -> tuple[str, ...]:
         """The causes that are left after what was measured of ``step``."""
@@ -220,32 +228,14 @@ class NonfiniteLoss(Rule):
         return (operation, batch, *((parameters,) if not is_known else ()))
 
 
-class LostLoss(Rule):
-    """A loss that is not finite for several steps in a row: training will not recover.
-
-    Args:
-        in_a_row: Number of steps. A single damaged batch accounts for one.
-    """
-
-    name = "lost-loss"
-    severity = "error"
-    causes = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
-    advice = (
-        "stop and go back to a checkpoint from before the first of these steps",
-        "lower the learning rate, or skip the batches",
-        Remedy("prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite", "skip"),
-    )
-
-    def __init__(self, in_a_row: int = 3) -> None:
-        self.in_a_row = in_a_row
-        self._run = 0
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        for step, value in series(window, "loss_nonfinite"):
-            self._run = self._run + 1 if value > 0 else 0
-            if self._run == self.in_a_row:
-                text = f"the loss has not been finite for {self.in_a_row} steps in a row"
-                yield self.found(step - self.in_a_row + 1, "loss", text, in_a_row=self.in_a_row)
+# A single damaged batch accounts for one step. A loss that is not finite in so many will not recover.
+_LOST = 3
+_LOST_CAUSES = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
+_LOST_ADVICE = (
+    "stop and go back to a checkpoint from before the first of these steps",
+    "lower the learning rate, or skip the batches",
+    Remedy("prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite", "skip"),
+)
 
 
 class _NonfiniteTensor(Rule):
@@ -386,6 +376,6 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
 
 KEPT = {kind.name for kind in (NonfiniteParameter, NonfiniteBuffer, NonfiniteOptimizerState)}
 """Rules on what outlives a step."""
-CONSEQUENCES = KEPT | {kind.name for kind in (NonfiniteActivation, NonfiniteLoss, LostLoss, NonfiniteGradient)}
+CONSEQUENCES = KEPT | {kind.name for kind in (NonfiniteActivation, NonfiniteLoss, NonfiniteGradient)}
 """Rules whose findings may follow from an earlier one of `ROOTS`."""
 ROOTS = CONSEQUENCES | {NonfiniteBatch.name, "nonfinite-rank"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,13 @@ from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
 from gradstat.rules.base import NEVER_INITIALISED, Band, LastingRule, series
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
-from gradstat.rules.spikes import LevelRule, Shift, SpikeRule
+from gradstat.rules.spikes import WINDOW, LevelRule, Shift, SpikeRule
+
+# The factor over the median from which on gradients that stay large count: if no loss is known, and if one is, which
+# tells whether they do harm.
+_COUNTS, _COUNTS_BESIDE_A_LOSS = 1.0, 100.0
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ExplodingGradient(SpikeRule):
     """A total norm that is too large compared to those of earlier steps.
 
@@ -25,9 +27,7 @@ class ExplodingGradient(SpikeRule):
     hundred times as large.
 
     Args:
-        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps: As for `SpikeRule`. Norms have heavy tails,
-            so healthy steps often exceed three standard deviations.
-        single_factor, warmup_factor, window: As there.
+        factor: How many times the median a norm has to be at least.
     """
 
     name = "exploding-gradient"
@@ -43,11 +43,12 @@ class ExplodingGradient(SpikeRule):
         "look at the batch of that step",
     )
 
-    sigmas: float = 3.0
-    log_sigmas: float = 5.0
-    single_factor: float = 10.0
-    warmup_factor: float = 1e3
-    factor: float = 10.0
+    # Norms have heavy tails, so healthy steps often exceed three standard deviations.
+    sigmas, log_sigmas, single_factor, warmup_factor = 3.0, 5.0, 10.0, 1e3
+
+    def __init__(self, factor: float = 10.0) -> None:
+        super().__init__()
+        self.factor = factor
 
     def bands(self) -> Mapping[str, Band]:
         return {"norm": (-math.inf, min(self._high, self._beyond))}
@@ -68,11 +69,11 @@ class ExplodingGradient(SpikeRule):
             squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[row])]) ** 2
             largest = int(squares.argmax())
             name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
-        beside = f", {norm / median:.3g} times the median of the last {self.window} steps" if median > 0 else ""
+        beside = f", {norm / median:.3g} times the median of the last {WINDOW} steps" if median > 0 else ""
         text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
         finite_median = None if math.isnan(median) else median
-        least = 1.0 if window.scalar("loss") is None else 100.0  # the factor from which on it counts
+        least = _COUNTS if window.scalar("loss") is None else _COUNTS_BESIDE_A_LOSS
         severity: Severity = "info" if not self._lasts or norm <= least * median else self.severity
         return self.found(began, name, text, about, severity, norm=norm, median=finite_median, limit=limit, share=share)
 
@@ -85,23 +86,22 @@ _FALLEN = (
 )
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class VanishingGradient(LevelRule):
-    """Gradients almost zero in total, whose level falls at once (an info beside a rival), or shrinking by layers.
+# A total norm below it is vanishing, in so many steps in a row; an info if the loss is the lowest so far, up to a
+# hundredth of how far it has fallen, and has fallen by a tenth.
+VANISHING = 1e-8
+_IN_A_ROW, _IS_LOWEST, _HAS_FALLEN = 5, 0.01, 0.1
+# Gradients vanish layer by layer if of at least so many weights the smallest root mean square is below this fraction of
+# the largest, and its logarithm decays over depth nearly linearly: by the absolute Pearson correlation.
+_LAYERS, _RATIO, _CORRELATION = 5, 1e-5, 0.9
+# A level moved by at least this factor; batches and progress move it less.
+_LEVEL_FACTOR = 2.2
+# That does not count for so many steps after the number of gradients has changed, as when layers are frozen, or the
+# learning rate by more than this factor, as in a warm-up by epochs.
+_SETTLING, _OTHER_RATE = 64, 1.5
 
-    Args:
-        limit: A total norm below it is vanishing; an info if the loss is the lowest so far, up to a hundredth of how
-            far it has fallen, and has fallen by a tenth.
-        ratio: Smallest over largest root mean square of the weight gradients. Below it, with a nearly linear decay over
-            depth on a logarithmic scale, gradients vanish layer by layer.
-        correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
-        layers: Minimum number of weights of two dimensions and more.
-        in_a_row: Number of steps in a row.
-        errors, moves: As for `LevelRule`, on a logarithmic scale.
-        level_factor: The level moved by at least this factor; batches and progress move it less.
-        settling: It does not count for so many steps after the number of gradients has changed, as when layers are
-            frozen, or the learning rate, as in a warm-up by epochs.
-    """
+
+class VanishingGradient(LevelRule):
+    """Gradients almost zero in total, whose level falls at once (an info beside a rival), or shrinking by layers."""
 
     name = "vanishing-gradient"
     causes = (
@@ -115,16 +115,8 @@ class VanishingGradient(LevelRule):
         "check what the loss is multiplied by",
     )
 
-    limit: float = 1e-8
-    ratio: float = 1e-5
-    correlation: float = 0.9
-    layers: int = 5
-    in_a_row: int = 5
-    level_factor: float = 2.2
-    settling: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self) -> None:
+        super().__init__()
         self._low = self._decaying = 0
         self._present, self._rate = 0, math.nan  # gradients in the last step, and its learning rate
         self._changes: list[int] = []  # the last steps in which either changed
@@ -136,15 +128,15 @@ class VanishingGradient(LevelRule):
             loss = window.value("loss", row)
             self._began = loss if math.isnan(self._began) else self._began
             self._lowest = loss if not loss >= self._lowest else self._lowest
-            self._low = self._low + 1 if 0 < norm < self.limit else 0
-            if self._low >= self.in_a_row and self._episodes.record("norm", step):
-                text = f"the gradient norm is {norm:.3g}; it has been below {self.limit:g} for {self.in_a_row} steps"
+            self._low = self._low + 1 if 0 < norm < VANISHING else 0
+            if self._low >= _IN_A_ROW and self._episodes.record("norm", step):
+                text = f"the gradient norm is {norm:.3g}; it has been below {VANISHING:g} for {_IN_A_ROW} steps"
                 fallen = self._began - self._lowest
-                has_converged = loss <= self._lowest + fallen / 100 and fallen > abs(self._began) / 10
+                has_converged = loss <= self._lowest + _IS_LOWEST * fallen and fallen > _HAS_FALLEN * abs(self._began)
                 text += f", and the loss has fallen to {loss:.3g}: the training has converged" * has_converged
                 severity: Severity | None = "info" if has_converged else None
-                began = step - self.in_a_row + 1
-                yield self.found(began, "norm", text, severity=severity, norm=norm, limit=self.limit)
+                began = step - _IN_A_ROW + 1
+                yield self.found(began, "norm", text, severity=severity, norm=norm, limit=VANISHING)
         for shift in self._falls(window):
             if self._episodes.record("level", shift.step):
                 before, after = math.exp(shift.before), math.exp(shift.after)
@@ -166,31 +158,31 @@ class VanishingGradient(LevelRule):
         rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
         self._rate = rates[-1]
         pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
-        self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
+        self._changes += [step for step, old, new in pairs if max(old, new) > _OTHER_RATE * min(old, new)]
         for shift in self.shifts(window.steps, np.log(norms), -1):
-            is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
-            if is_same and shift.before - shift.after > math.log(self.level_factor):
+            is_same = not any(shift.began - _SETTLING < step <= shift.step for step in self._changes)
+            if is_same and shift.before - shift.after > math.log(_LEVEL_FACTOR):
                 yield shift
         last = int(window.steps[-1]) if len(window.steps) else 0
-        self._changes = [step for step in self._changes if last - step < 2 * self.settling]
+        self._changes = [step for step in self._changes if last - step < 2 * _SETTLING]
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
         # Only the last of these steps is examined, since the decay does not come and go.
         sizes = rows.newest.rms[0]
         is_positive = rows.tensors.matrices & np.isfinite(sizes) & (sizes > 0)
         sizes = sizes[is_positive]
-        if len(sizes) < self.layers:
+        if len(sizes) < _LAYERS:
             return
-        if sizes.min() > self.ratio * sizes.max():
+        if sizes.min() > _RATIO * sizes.max():
             self._decaying = 0
             return
         weights = np.flatnonzero(rows.tensors.matrices)
         logs, depth = np.log(sizes), np.flatnonzero(is_positive[weights])
         smallest, largest = int(logs.argmin()), int(logs.argmax())
         correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
-        self._decaying = self._decaying + len(rows) if correlation >= self.correlation else 0
+        self._decaying = self._decaying + len(rows) if correlation >= _CORRELATION else 0
         step = int(rows.steps[-1])
-        if self._decaying >= self.in_a_row and self._episodes.record("layers", step):
+        if self._decaying >= _IN_A_ROW and self._episodes.record("layers", step):
             name = rows.names[weights[int(depth[smallest])]]
             other = rows.names[weights[int(depth[largest])]]
             ratio = math.exp(logs[smallest] - logs[largest])
@@ -306,6 +298,14 @@ class DeadGradient(_AbsentGradientRule):
             yield self._finding(rows, lengths, since, name, text, bool(weights[fresh].any()), **more)
 
 
+# Number of steps if each missing parameter has a twin with a gradient: one of the same shape whose name differs only in
+# digits. A router may leave out some of its experts for long.
+_EXPERT_STEPS = 300
+# An info if all that never had a gradient have less than this share of all elements. Of 61 public programs, four have
+# parameters that they never use, up to 0.033 of the elements.
+_SMALL = 0.05
+
+
 class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
@@ -313,10 +313,6 @@ class MissingGradient(_AbsentGradientRule):
 
     Args:
         in_a_row: Number of steps in a row.
-        expert_steps: Number of steps if each has a twin with a gradient: one of the same shape whose name differs
-            only in digits. A router may leave out some of its experts for long.
-        small: Or if all that never had one have less than this share of all elements. Of 61 public programs, four have
-            parameters that they never use, up to 0.033 of the elements.
     """
 
     name = "missing-gradient"
@@ -329,9 +325,8 @@ class MissingGradient(_AbsentGradientRule):
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
 
-    def __init__(self, in_a_row: int = 30, expert_steps: int = 300, small: float = 0.05) -> None:
+    def __init__(self, in_a_row: int = 30) -> None:
         super().__init__(in_a_row)
-        self.expert_steps, self.small = expert_steps, small
         self._resting: dict[str, int] = {}  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
@@ -354,7 +349,7 @@ class MissingGradient(_AbsentGradientRule):
         parameters = window.latest.get("parameter")
         tensors = None if parameters is None else parameters.of(rows.names).tensors
         if missing.any() and tensors is not None:
-            needed = np.where(_have_twins(rows, tensors, missing), max(self.expert_steps, self.in_a_row), needed)
+            needed = np.where(_have_twins(rows, tensors, missing), max(_EXPERT_STEPS, self.in_a_row), needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
                 # That is due to where the monitor is called, not to a parameter.
@@ -366,7 +361,7 @@ class MissingGradient(_AbsentGradientRule):
             name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
             text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
             never = lengths > rows.steps[row]
-            is_small = tensors is not None and tensors.numel[never].sum() < self.small * tensors.numel.sum()
+            is_small = tensors is not None and tensors.numel[never].sum() < _SMALL * tensors.numel.sum()
             # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first. Or
             # nothing needs the last of several layers.
             rests = name in window.run.backward_order or is_small or window.run.has_rival

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
-from gradstat.rules.base import Band, Episodes, LastingRule, PerName, Rule, series
+from gradstat.rules.base import Band, LastingRule, PerName, Rule, series
 from gradstat.rules.rows import Floats, Rows, Window
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -23,15 +23,16 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
             yield kind, rows, tuple(f"{kind} {name}" for name in rows.names)
 
 
+# The number of such steps in a row.
+_KEPT_FOR = 2
+
+
 class GradientsNotZeroed(Rule):
     """Steps with gradients that still contain those of the step before, since nobody has zeroed them.
 
     Known exactly, from versions of a gradient. Gradients that are added up between two steps are not meant, nor those
     that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``. Not known under FSDP 2, which adds to
     gradients itself, and if gradients are added with ``create_graph=True``.
-
-    Args:
-        in_a_row: Number of steps in a row.
     """
 
     name = "gradients-not-zeroed"
@@ -41,8 +42,7 @@ class GradientsNotZeroed(Rule):
     )
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
 
-    def __init__(self, in_a_row: int = 2) -> None:
-        self.in_a_row = in_a_row
+    def __init__(self) -> None:
         self._run = 0
         self._reported = False
 
@@ -53,7 +53,7 @@ class GradientsNotZeroed(Rule):
         for step, is_kept in series(window, "not_zeroed"):
             self._run = self._run + 1 if is_kept > 0 else 0
             self._reported = self._reported and self._run > 0
-            if self._run >= self.in_a_row and not self._reported:
+            if self._run >= _KEPT_FOR and not self._reported:
                 self._reported = True
                 text = f"the last {self._run} steps of the optimizer used gradients that still contained those of the "
                 text += "step before: nobody zeroes them"
@@ -63,48 +63,48 @@ class GradientsNotZeroed(Rule):
             self._run, self._reported = 0, False
 
 
-class MomentumDrift(Rule):
-    """Momentum far larger or smaller than the gradients can make it, or one that never forgets.
+# Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not matter. A momentum
+# of 0.99 without dampening reaches 100 times a constant gradient.
+_FACTOR = 100.0
+# The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000 steps.
+_MAX_MOMENTUM = 0.999
+# The norm of all momenta over the lowest norm of gradients since they were measured before, in at least so many steps,
+# if all parameters with a gradient have one.
+_LEAST, _ENOUGH = 1e-4, 16
+# That norm is also below this. Gradients of any size may be clipped to a norm of 1, and 0.01 is rare. Only of
+# optimizers of torch, since others keep other things under the same names.
+_TINY = 1e-3
+# Or the ratio falls below this fraction of the smallest so far, and the norm of the momenta below `_NORM_FALLS` times
+# this fraction. A momentum of 0.9 keeps 0.005 of itself in 50 steps; in healthy trainings of the tests and in public
+# programs the ratio falls to no less than 0.16. Below `_SUM_FALLS` times this fraction if it never was below 1: a
+# ``momentum_buffer`` that is a sum, in which weight decay remains. Alternating signs leave half.
+_FALLS, _NORM_FALLS, _SUM_FALLS = 0.02, 10, 5
+_SMALLER = (
+    "gradients that are clipped to a tiny norm, or divided, between backward() and the step",
+    "gradients that are set to zero before the step",
+)
 
-    Args:
-        factor: Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not
-            matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
-        max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
-            steps.
-        least: The norm of all momenta over the lowest norm of gradients since they were measured before, if all
-            parameters with a gradient have one.
-        tiny: That norm is also below this. Gradients of any size may be clipped to a norm of 1, and 0.01 is rare.
-            Only of optimizers of torch, since others keep other things under the same names.
-        falls: Or the ratio falls below this fraction of the smallest so far, and the norm of the momenta below ten
-            times this fraction. A momentum of 0.9 keeps 0.005 of itself in 50 steps; in healthy trainings of the tests
-            and in public programs the ratio falls to no less than 0.16. Below five times this fraction if it never was
-            below 1: a ``momentum_buffer`` that is a sum, in which weight decay remains. Alternating signs leave half.
-    """
+
+class MomentumDrift(Rule):
+    """Momentum far larger or smaller than the gradients can make it, or one that never forgets."""
 
     name = "momentum-drift"
+    quiet = 1000
     causes = (
         "a state of the optimizer that was overwritten or restored wrongly",
         "a momentum so close to 1 that gradients accumulate",
     )
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
-    def __init__(
-        self,
-        factor: float = 100.0,
-        max_momentum: float = 0.999,
-        least: float = 1e-4,
-        tiny: float = 1e-3,
-        falls: float = 0.02,
-    ) -> None:
-        self.factor, self.max_momentum, self.least, self.tiny, self.falls = factor, max_momentum, least, tiny, falls
+    def __init__(self) -> None:
+        super().__init__()
         self._largest = 0.0
-        self._ratio = self._norm = 0.0  # the smallest so far, as for `least`, the ratio at most 1; 0 if none
+        self._ratio = self._norm = 0.0  # the smallest so far, as for `_LEAST`, the ratio at most 1; 0 if none
         self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum = window.run.momentum
-        if momentum > self.max_momentum and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
+        if momentum > _MAX_MOMENTUM and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
             span = f"the last {1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
             text = f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of {span}"
             advice = ("use a momentum from 0.9 to 0.99",)
@@ -121,7 +121,7 @@ class MomentumDrift(Rule):
                 if not largest > 0:
                     continue
                 sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
-                due = np.flatnonzero(sizes > self.factor * largest).tolist()
+                due = np.flatnonzero(sizes > _FACTOR * largest).tolist()
                 fresh = [i for i in due if self._episodes.record(names[i], step)]
                 if fresh:
                     i = max(fresh, key=lambda i: sizes[i])
@@ -143,9 +143,9 @@ class MomentumDrift(Rule):
                     continue
                 ratio = norm / lowest
                 is_sum = kind == "momentum_buffer" and self._ratio == 1
-                falls = (5 if is_sum else 1) * self.falls
-                has_fallen = ratio < falls * self._ratio and norm < 10 * self.falls * self._norm
-                is_small = has_fallen or (window.run.is_torchs and ratio < self.least and norm < self.tiny)
+                falls = (_SUM_FALLS if is_sum else 1) * _FALLS
+                has_fallen = ratio < falls * self._ratio and norm < _NORM_FALLS * _FALLS * self._norm
+                is_small = has_fallen or (window.run.is_torchs and ratio < _LEAST and norm < _TINY)
                 if is_small and self._episodes.record("small", step):
                     text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
                     text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
@@ -168,12 +168,8 @@ def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
     return {gradients.names[i] for i in np.flatnonzero(gradients.present[-1])} <= {*names}
 
 
-# A momentum is compared with the gradients of so many steps.
-_ENOUGH = 16
-_SMALLER = (
-    "gradients that are clipped to a tiny norm, or divided, between backward() and the step",
-    "gradients that are set to zero before the step",
-)
+# Reported below this fraction of what must remain: optimizers may step several times per monitored step.
+_REMAINS = 0.5
 
 
 class SecondMomentDrop(Rule):
@@ -181,12 +177,10 @@ class SecondMomentDrop(Rule):
 
     It is an average of squares whose weights decay by beta2 per step, so a fraction of at least ``beta2 ** steps``
     remains of it. Nothing is reported if beta2 is not known, as of optimizers that are not torch's.
-
-    Args:
-        factor: Reported below this fraction of what must remain: optimizers may step several times per monitored step.
     """
 
     name = "second-moment-drop"
+    quiet = 1000
     causes = (
         "a state of the optimizer that was cleared or restored wrongly; the next updates are far too large",
         "memory that was overwritten",
@@ -196,10 +190,9 @@ class SecondMomentDrop(Rule):
         "if states were cleared on purpose, warm up the learning rate again",
     )
 
-    def __init__(self, factor: float = 0.5) -> None:
-        self.factor = factor
+    def __init__(self) -> None:
+        super().__init__()
         self._norms, self._when = PerName(0.0), PerName(0)
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         decay = window.run.second_moment_decay
@@ -207,7 +200,7 @@ class SecondMomentDrop(Rule):
             last_norms, when = self._norms.values_for(names), self._when.values_for(names)
             for row, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[row]
-                dropped = norms < self.factor * decay ** (step - when) * last_norms
+                dropped = norms < _REMAINS * decay ** (step - when) * last_norms
                 due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
                 fresh = [i for i in due if self._episodes.record(names[i], step)]
                 if fresh:
@@ -222,6 +215,11 @@ class SecondMomentDrop(Rule):
                 np.copyto(when, step, where=is_finite)
 
 
+# The square roots of all elements are below eps, or this if that is less, which is the eps that torch's optimizers have
+# if none is given; a larger one is chosen to dominate, as in PPO. For so many measurements in a row.
+_USUAL_EPS, _MEASUREMENTS = 1e-8, 2
+
+
 class SmallSecondMoment(LastingRule):
     """A second moment so small that eps dominates the optimizer's denominator.
 
@@ -229,11 +227,6 @@ class SmallSecondMoment(LastingRule):
     proxies for large-scale Transformer training instabilities, arXiv 2309.14322). Only weights of two dimensions and
     more are judged: the gradient of a bias before a batch norm is rounding error, and no problem. An info if they are
     less than half of these, such as those of a branch that begins with a factor near 0.
-
-    Args:
-        eps_multiple: The square roots of all elements are below this many times eps, or ``usual`` if that is less.
-        usual: The eps that torch's optimizers have if none is given. A larger one is chosen to dominate, as in PPO.
-        measurements: Number of measurements in a row.
     """
 
     name = "small-second-moment"
@@ -244,18 +237,14 @@ class SmallSecondMoment(LastingRule):
         "find out why its gradients are so small: see vanishing-gradient",
     )
 
-    def __init__(self, eps_multiple: float = 1.0, measurements: int = 2, usual: float = 1e-8) -> None:
-        super().__init__()
-        self.eps_multiple, self.measurements, self.usual = eps_multiple, measurements, usual
-
     def review(self, window: Window) -> Iterable[Finding]:
         eps = window.run.optimizer_eps
-        limit = (self.eps_multiple * min(eps, self.usual)) ** 2
+        limit = min(eps, _USUAL_EPS) ** 2
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
             largest = rows.field("max")
             # All zero means no gradient yet, which other rules report.
             low = rows.tensors.matrices & (largest < limit) & (largest > 0)
-            for row, fresh, _, since in self.lasting(rows, low, self.measurements, names):
+            for row, fresh, _, since in self.lasting(rows, low, _MEASUREMENTS, names):
                 i = fresh[0]
                 name, value = rows.names[i], largest[row, i]
                 text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"

@@ -37,6 +37,7 @@ class RuleRunner:
 
     Attributes:
         next_review: The number of steps after which the next review is due.
+        refused_at: The last step for which a guard had refused the one before, minus infinity if there is none.
     """
 
     def __init__(self, rules: Sequence[Rule], every: int, weights: int = 0) -> None:
@@ -48,6 +49,7 @@ class RuleRunner:
         self._first_loss = math.nan
         self._cause: Finding | None = None  # of what is not finite
         self._healthy_at = -1  # the last step with a finite loss and finite gradients
+        self.refused_at = -math.inf
         self._bands: list[tuple[str, float, float]] = []
         self.next_review = 1
         self.refresh(0)
@@ -72,7 +74,7 @@ class RuleRunner:
                 except Exception:
                     self._switch_off(rule)
             findings = [self._in_context(finding, window) for finding in findings]
-        self._remember(window.scalars)
+        self._remember(int(window.steps[-1]) + 1 if len(window.steps) else 0, window.scalars)
         rows = window.rows("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
@@ -133,14 +135,18 @@ class RuleRunner:
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
-        self._rates, self._cause, self._healthy_at = [], None, -1
-        self._remember(scalars)
+        self._rates, self._cause, self._healthy_at, self.refused_at = [], None, -1, -math.inf
+        self._remember(steps, scalars)
         self.refresh(steps)
 
-    def _remember(self, scalars: Mapping[str, Floats]) -> None:
+    def _remember(self, end: int, scalars: Mapping[str, Floats]) -> None:
+        """Keeps what later reviews need of the ``scalars`` of the last steps before ``end``."""
         self._rates = [*self._rates, *scalars.get("lr", np.empty(0)).tolist()][-101:]
         losses = scalars.get("loss", np.empty(0))
         self._first_loss = float(losses[0]) if math.isnan(self._first_loss) and len(losses) else self._first_loss
+        reasons = scalars.get("refused", np.empty(0))
+        refused = np.flatnonzero(reasons > 1)
+        self.refused_at = end - len(reasons) + int(refused[-1]) if len(refused) else self.refused_at
 
     def last_steps(self, names: set[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar, NamedTuple
 
@@ -21,6 +20,16 @@ _BEGINNING = 20
 
 # Minimum number of values before there is any limit.
 _FEW = 5
+
+# Number of steps in the window.
+WINDOW = 100
+
+# A limit is at least this fraction of the way from the median back to the initial level, the third quartile of the
+# first values.
+LOST_PROGRESS = 0.25
+
+# A jump is so many values above the limit in so many steps. It began with the first.
+_COUNT, _WITHIN = 4, 5
 
 # Limits are updated after this many values, whatever the length of windows.
 _EVERY = 32
@@ -41,7 +50,6 @@ class Shift(NamedTuple):
     deviation: float
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class LevelRule(Rule):
     """A series whose level changes at once, and lasts.
 
@@ -49,23 +57,19 @@ class LevelRule(Rule):
     mean of the last ones is compared with those before, continued by their trend, so that neither learning nor a slow
     drift counts; each of them exceeds all but one of those before.
 
-    Six errors are where a guard draws the line. Other thresholds are conventions of gradstat: the smallest round
-    numbers with which healthy trainings and programs of its tests are silent over five seeds.
-
-    Args:
-        errors: The level moved by so many standard errors, estimated from differences of neighbouring values.
-        moves: It also moved by so many times its largest earlier move in this direction, since values may depend on
-            each other.
+    The level moved by so many standard ``errors``, estimated from differences of neighbouring values; six are where a
+    guard draws the line. It also moved by ``moves`` times its largest earlier move in this direction, since values may
+    depend on each other. Other thresholds are conventions of gradstat: the smallest round numbers with which healthy
+    trainings and programs of its tests are silent over five seeds.
     """
 
     fresh: ClassVar[int] = 2
     before: ClassVar[int] = 6
     kept: ClassVar[int] = 18
+    errors: ClassVar[float] = 10.0
+    moves: ClassVar[float] = 4.0
 
-    errors: float = 10.0
-    moves: float = 4.0
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._levels: list[float] = []
         self._scatters: list[float] = []  # median differences of neighbouring values, by level
@@ -127,42 +131,29 @@ class LevelRule(Rule):
         return (after - sign * shift, after, deviation) if is_far else None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class SpikeRule(Rule):
     """A series that jumps and stays high, or that jumps beyond all earlier values.
 
     A jump of one step means little: the better a model has learned, the more a single hard sample stands out, at any
     ratio to the median, up to the values with which training began. So a finding takes several values above the limit
     within few steps; one that is beyond the initial level is an info.
-
-    Args:
-        sigmas: The limit is so many spreads above the median, both as a `gradstat.SpikeGuard` defines them, of the
-            newer half of the window, since losses fall.
-        log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
-            this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
-            counts, are no heavier than those of a normal distribution.
-        lost_progress: It is also at least this fraction of the way from the median back to the initial level, the third
-            quartile of the first 20 values.
-        min_count, within_steps: A jump is so many values above the limit in so many steps. It began with the first.
-        single_factor: A single value is told if it is above this many times the initial level and the largest in the
-            window.
-        warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.
-        factor: The limit is also at least this many times the median.
-        window: Number of steps in the window.
     """
 
+    # The limit is so many spreads above the median, both as a `gradstat.SpikeGuard` defines them, of the newer half of
+    # the window, since losses fall; and also at least this many times the median.
     sigmas: float
-    log_sigmas: float
-    single_factor: float
-    lost_progress: float = 0.25
-    min_count: int = 4
-    within_steps: int = 5
-    warmup_factor: float = math.inf
     factor: float = 1.0
-    window: int = 100
+    # It is also at least this many robust standard deviations of the log magnitudes above the median. On this scale,
+    # tails that are heavy because samples differ by factors, or because a loss sums over varying counts, are no heavier
+    # than those of a normal distribution.
+    log_sigmas: ClassVar[float]
+    # A single value is told if it is above this many times the initial level and the largest in the window.
+    single_factor: ClassVar[float]
+    # Until half a window is known, the limit is this many times the largest of at least five values.
+    warmup_factor: ClassVar[float] = math.inf
 
-    def __post_init__(self) -> None:
-        Rule.__init__(self)  # not super(), which may be a `LevelRule`
+    def __init__(self) -> None:
+        super().__init__()
         self._values: list[float] = []
         self._first: list[float] = []
         self._leaps: list[int] = []
@@ -176,12 +167,12 @@ class SpikeRule(Rule):
         began = None
         is_alone, is_high = value > self._beyond, value > self._high
         if is_high:
-            self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
-        self._lasts = is_high and len(self._leaps) >= self.min_count
+            self._leaps = [*(leap for leap in self._leaps if step - leap < _WITHIN), step]
+        self._lasts = is_high and len(self._leaps) >= _COUNT
         if (is_alone or self._lasts) and self._episodes.record("leap" if self._lasts else "alone", step):
             began = self._leaps[0] if is_high else step
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
-            self._values[-self.within_steps :], default=math.inf
+            self._values[-_WITHIN:], default=math.inf
         ):
             self._beyond = self.single_factor * value  # steady growth is not a jump
         if len(self._first) < _BEGINNING:
@@ -191,7 +182,7 @@ class SpikeRule(Rule):
         # Counted in values, so that results do not depend on where one review ends and the next begins.
         if self._new == _EVERY:
             self._new = 0
-        if not self._new or len(self._values) in (_FEW, self.window // 2):
+        if not self._new or len(self._values) in (_FEW, WINDOW // 2):
             self.set_limits()
         return began
 
@@ -202,20 +193,20 @@ class SpikeRule(Rule):
 
     def set_limits(self) -> None:
         """Updates the limits for the next steps."""
-        del self._values[: -self.window]
-        if len(self._values) < self.window // 2:
+        del self._values[:-WINDOW]
+        if len(self._values) < WINDOW // 2:
             largest = max(self._values)
             self._high = self._beyond = self.warmup_factor * largest if largest > 0 else math.inf
             return
         # Sorting a hundred numbers is faster than numpy's median of them.
-        newer = sorted(self._values[-self.window // 2 :])
+        newer = sorted(self._values[-WINDOW // 2 :])
         self._median = median = newer[len(newer) // 2]
         first = self.beginning()
         sizes = newer if newer[0] > 0 else sorted(abs(value) for value in newer if value)
         if sizes:
             self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
-        relapse = max(self.lost_progress * (first - median), abs(first) / 100)  # a hundredth is nothing
+        relapse = max(LOST_PROGRESS * (first - median), abs(first) / 100)  # a hundredth is nothing
         spread = max(_spread(newer), OF_LARGEST * (newer[-1] - median), OF_MEDIAN * size)
         above = max(self.sigmas * spread, (self.factor - 1) * size, relapse)
         self._beyond = max(median + above, self.single_factor * max(first, *self._values))

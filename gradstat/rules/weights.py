@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -11,32 +12,51 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import NEVER_INITIALISED, Episodes, PerName, Rule, median, sizes_of_weights
-from gradstat.rules.gradients import VanishingGradient
+from gradstat.rules.base import (
+    HUGE,
+    NEVER_INITIALISED,
+    PerName,
+    Rule,
+    around,
+    bounded,
+    median,
+    risen,
+    sizes_of_weights,
+)
+from gradstat.rules.gradients import VANISHING
 from gradstat.rules.rows import Bools, Rows, Window
+
+# Factor by which the largest magnitude grew; by its square if the loss has not risen.
+_FACTOR = 100.0
+# Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root. Of the weights
+# in the healthy trainings of the tests, one that grew by 1.07 before grew by 1.6.
+_GROWN, _USUAL = 5.0, 3
+# Factor by which the norm fell. In those trainings it falls to no less than half between two measurements, except to
+# 1/11 where a WGAN first cuts off its weights.
+_SHRUNK_BY = 30.0
+# Magnitude above which no initialised parameter begins.
+_INITIAL = 1e8
+# The root mean square of a weight at the start over that of its twins in other layers, of the same shape and with a
+# name that differs only in the numbers of layers: the median, or the smaller of two. Initial weights divided by the
+# root of their layer's number differ by 6.4 in 80 layers.
+_UNLIKE = 10.0
+# The size, as `sizes_of_weights` defines it, above which that counts: the last of a residual branch may begin far
+# smaller than others on purpose.
+_LARGE = 5.0
+# The loss has risen if the median of the last four of so many is above that of the first four, or if that of the next
+# four is above the sixteen before.
+_LATELY, _FOUR, _BEFORE = 60, 4, 16
+_SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
 
 
 class ParameterJump(Rule):
     """A parameter whose size jumped since its last measurement: overwritten, or hit by a wrong update.
 
     If its largest magnitude grew, it must also exceed 1 and all earlier weights, since one that begins near zero may
-    grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before, but for growth by
-    ``factor`` squared: some weights are normalised where they are used, or drawn to centres of classes. If a norm fell
-    and the median of the next four losses is above the sixteen before, that is reported as well. Parameters with a
-    gradient that are out of place when first measured are reported, too.
-
-    Args:
-        factor: Factor by which the largest magnitude grew.
-        grown: Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root.
-            Of the weights in the healthy trainings of the tests, one that grew by 1.07 before grew by 1.6.
-        shrunk: Factor by which the norm fell. In those trainings it falls to no less than half between two
-            measurements, except to 1/11 where a WGAN first cuts off its weights.
-        huge: Magnitude above which no initialised parameter begins.
-        unlike: The root mean square of a weight at the start over that of its twins in other layers, of the same shape
-            and with a name that differs only in the numbers of layers: the median, or the smaller of two. Initial
-            weights divided by the root of their layer's number differ by 6.4 in 80 layers.
-        large: The size, as `NoLearning` defines it, above which that counts: the last of a residual branch may begin
-            far smaller than others on purpose.
+    grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before, but for growth by a
+    factor of 10,000: some weights are normalised where they are used, or drawn to centres of classes. If a norm fell
+    and the loss rises in the next four steps, that is reported as well. Parameters with a gradient that are out of
+    place when first measured are reported, too.
     """
 
     name = "parameter-jump"
@@ -51,122 +71,124 @@ class ParameterJump(Rule):
         Remedy("go back to the checkpoint: on_anomaly='rollback'", "rollback"),
     )
 
-    def __init__(
-        self,
-        factor: float = 100.0,
-        grown: float = 5.0,
-        shrunk: float = 30.0,
-        huge: float = 1e8,
-        unlike: float = 10.0,
-        large: float = 5.0,
-    ) -> None:
-        self.factor, self.grown, self.shrunk, self.huge = factor, grown, shrunk, huge
-        self.unlike, self.large = unlike, large
+    def __init__(self) -> None:
+        super().__init__()
         self._largest, self._norms = PerName(math.nan), PerName(math.nan)
         self._usual, self._moves = PerName(0.0), PerName(0.0)  # the largest change of a log norm, and how many
         self._losses: list[float] = []  # the last ones
         self._infos: dict[str, int] = {}  # falls that were an info, since the loss had not risen yet, and their steps
-        self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, kept = window.rows("parameter"), len(self._losses)
-        losses = self._losses + np.nan_to_num(window.scalars.get("loss", np.empty(0)), nan=_HUGE, posinf=_HUGE).tolist()
+        losses = self._losses + bounded(window.scalars.get("loss", np.empty(0)))
         self._losses = losses[-_LATELY:]
         if rows is not None:
-            yield from self._jumps(window, rows, losses, kept)
+            yield from self._at_first(window, rows)
+            for row, step in enumerate(rows.steps.tolist()):
+                known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
+                is_known = len(known) == min(step + 1, _LATELY) and max(known[:_FOUR] + known[-_FOUR:]) < HUGE
+                has_risen = not is_known or risen([median(known[:_FOUR])], known[-_FOUR:], _FOUR) is not None
+                yield from self._jumps(rows, row, has_risen)
         if len(window.steps):
             yield from self._harmful(losses, int(window.steps[-1]))
 
-    def _jumps(self, window: Window, rows: Rows, losses: list[float], kept: int) -> Iterable[Finding]:
-        """Judges the ``rows`` of parameters by the ``losses``, of which ``kept`` are of steps before the window."""
-        earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
-        usual, moves = self._usual.values_for(rows.names), self._moves.values_for(rows.names)
-        judged = rows.tensors.matrices
-        fresh = judged & np.isnan(earlier)
-        if "gradient" in window.latest and fresh.any():
-            fresh &= window.latest["gradient"].of(rows.names).present[-1]
-            for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
-                self._episodes.record(rows.names[i], rows.steps[0])
-                text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
-                more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
-                yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
-            if fresh.any():
-                yield from self._unlike(rows, fresh)
-        for row, step in enumerate(rows.steps.tolist()):
-            known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
-            is_known = len(known) == min(step + 1, _LATELY) and max(known[:4] + known[-4:]) < _HUGE
-            has_not_risen = is_known and median(known[-4:]) <= median(known[:4])
-            severity: Severity = "info" if has_not_risen else self.severity
-            largest = rows.max_abs[row]
-            jumped = judged & (earlier > 0) & (largest > self.factor * earlier)
-            if jumped.any():
-                jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
-            if jumped.any():
-                i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
-                if self._episodes.record(rows.names[i], step):
-                    text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
-                    evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
-                    how = severity if largest[i] < self.factor**2 * earlier[i] else self.severity
-                    yield self.found(step, rows.names[i], text, "parameter", how, **evidence)
-            now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
-            move = np.log(now / norms)
-            grown = judged & (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
-            fallen = judged & (self.shrunk * now < norms)
-            for which, changed, causes in (("grows", grown, self.causes), ("falls", fallen, _SHRUNK)):
-                if changed.any():
-                    i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
-                    if self._episodes.record(rows.names[i], step):
-                        text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
-                        text += f"; the same holds for {count - 1} more" * (count > 1)
-                        evidence = {"before": norms[i], "now": now[i], "parameters": count}
-                        if has_not_risen and which == "falls":
-                            self._infos[rows.names[i]] = step
-                        yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
-            is_finite = np.isfinite(move)
-            moves += is_finite
-            np.maximum(usual, np.abs(move), out=usual, where=is_finite)
-            for state, values in ((earlier, largest), (norms, now)):
-                np.copyto(state, values, where=np.isfinite(values))
-
-    def _harmful(self, losses: list[float], last: int) -> Iterable[Finding]:
-        """Reports falls after which the loss has risen, by ``losses`` up to that of the step ``last``."""
-        for name, step in [*self._infos.items()]:
-            at = len(losses) - 1 - (last - step)
-            before, after = losses[max(at - 16, 0) : max(at, 0)], losses[at + 1 : at + 5]
-            if len(after) == 4:
-                del self._infos[name]
-                if median(after) > max(before, default=math.inf):
-                    text = f"the norm of {name} has fallen far, and the loss rises to {median(after):.4g} after it, "
-                    text += f"from at most {max(before):.4g}"
-                    yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=median(after))
-
-    def _unlike(self, rows: Rows, judged: Bools) -> Iterable[Finding]:
-        """Finds the weight that is largest beside its twins, among those ``judged``, in the first row."""
-        twins: dict[Any, list[int]] = {}
-        for i, info in enumerate(rows.tensors.infos):
-            if info is not None and judged[i] and rows.rms[0, i] > 0:
-                twins.setdefault((re.sub(r"\b\d+\.", "", rows.names[i]), info.shape), []).append(i)
-        ratios, sizes_at = {}, dict(zip(*sizes_of_weights(rows, 0), strict=True))
-        for group in twins.values():
-            sizes = np.sort(rows.rms[0, group])
-            largest = group[int(rows.rms[0, group].argmax())]
-            if sizes_at.get(largest, math.inf) > self.large:
-                ratios[largest] = sizes[-1] / sizes[(len(sizes) - 1) // 2]
-        worst = max(ratios, key=lambda i: ratios[i], default=0)
-        if ratios.get(worst, 0.0) > self.unlike and self._episodes.record(rows.names[worst], rows.steps[0]):
-            name, ratio = rows.names[worst], ratios[worst]
+    def _at_first(self, window: Window, rows: Rows) -> Iterable[Finding]:
+        """Judges the weights that were not measured before."""
+        fresh = rows.tensors.matrices & np.isnan(self._largest.values_for(rows.names))
+        if "gradient" not in window.latest or not fresh.any():
+            return
+        fresh &= window.latest["gradient"].of(rows.names).present[-1]
+        for i in np.flatnonzero(fresh & (rows.max_abs[0] > _INITIAL)).tolist():
+            self._episodes.record(rows.names[i], rows.steps[0])
+            text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
+            more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
+            yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
+        name, ratio = _unlike(rows, fresh)
+        if ratio > _UNLIKE and self._episodes.record(name, rows.steps[0]):
             text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
             causes = ("an initialisation of its own, or one that was applied twice",)
             yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
 
+    def _jumps(self, rows: Rows, row: int, has_risen: bool) -> Iterable[Finding]:
+        """Compares a row with earlier ones; ``has_risen`` says whether the loss has, or is not known."""
+        step, severity = int(rows.steps[row]), self.severity if has_risen else "info"
+        judged, largest = rows.tensors.matrices, rows.max_abs[row]
+        earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
+        usual, moves = self._usual.values_for(rows.names), self._moves.values_for(rows.names)
+        jumped = judged & (earlier > 0) & (largest > _FACTOR * earlier)
+        if jumped.any():
+            jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
+        if jumped.any():
+            i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
+            if self._episodes.record(rows.names[i], step):
+                text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
+                evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
+                how = severity if largest[i] < _FACTOR**2 * earlier[i] else self.severity
+                yield self.found(step, rows.names[i], text, "parameter", how, **evidence)
+        now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
+        move = np.log(now / norms)
+        grown = judged & (moves > 1) & (move > np.maximum(math.log(_GROWN), _USUAL * usual)) & ~jumped
+        fallen = judged & (_SHRUNK_BY * now < norms)
+        for which, changed, causes in (("grows", grown, self.causes), ("falls", fallen, _SHRUNK)):
+            if changed.any():
+                i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
+                if self._episodes.record(rows.names[i], step):
+                    text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
+                    text += f"; the same holds for {count - 1} more" * (count > 1)
+                    evidence = {"before": norms[i], "now": now[i], "parameters": count}
+                    if not has_risen and which == "falls":
+                        self._infos[rows.names[i]] = step
+                    yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
+        is_finite = np.isfinite(move)
+        moves += is_finite
+        np.maximum(usual, np.abs(move), out=usual, where=is_finite)
+        for state, values in ((earlier, largest), (norms, now)):
+            np.copyto(state, values, where=np.isfinite(values))
 
-# The loss has risen if the median of the last four of so many is above that of the first four.
-_LATELY, _HUGE = 60, 1e300
-_SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
+    def _harmful(self, losses: list[float], last: int) -> Iterable[Finding]:
+        """Reports falls after which the loss has risen, by ``losses`` up to that of the step ``last``."""
+        for name, step in [*self._infos.items()]:
+            before, after = around(losses, len(losses) - 1 - (last - step), _BEFORE, 1 + _FOUR)
+            if len(after) > _FOUR:
+                del self._infos[name]
+                rise = risen(before, after[1:], _FOUR)
+                if rise is not None:
+                    text = f"the norm of {name} has fallen far, and the loss rises to {rise:.4g} after it, "
+                    text += f"from at most {max(before):.4g}"
+                    yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=rise)
+
+
+def _unlike(rows: Rows, judged: Bools) -> tuple[str, float]:
+    """The weight that is largest beside its twins, among those ``judged``, in the first row, and by which factor."""
+    twins: dict[Any, list[int]] = {}
+    for i, info in enumerate(rows.tensors.infos):
+        if info is not None and judged[i] and rows.rms[0, i] > 0:
+            twins.setdefault((re.sub(r"\b\d+\.", "", rows.names[i]), info.shape), []).append(i)
+    ratios, sizes_at = {"": 0.0}, dict(zip(*sizes_of_weights(rows, 0), strict=True))
+    for group in twins.values():
+        sizes = np.sort(rows.rms[0, group])
+        largest = group[int(rows.rms[0, group].argmax())]
+        if sizes_at.get(largest, math.inf) > _LARGE:
+            ratios[rows.names[largest]] = float(sizes[-1] / sizes[(len(sizes) - 1) // 2])
+    return max(ratios.items(), key=operator.itemgetter(1))
 
 
 _NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
 _STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
+
+
+# Minimum number of measurements in a row without any change; one if no parameter has changed.
+_UNCHANGED = 2
+# Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the rounding error of
+# sums that are zero, as for a bias before a batch norm.
+_ROUNDING = 1e-5
+# No weight has moved by this fraction of its norm between two measurements, which are the first two, or `_STOPS` holds.
+_MOVES = 1e-5
+# That is this fraction of the farthest move so far, per step and learning rate, while the norm of the gradients is no
+# less than this share of what it was then.
+_STOPS, _AS_STRONG = 1e-3, 0.1
+_HARDLY = ("gradients clipped to a tiny norm, or a loss multiplied by almost 0", "a learning rate that is far too low")
+_LARGER = ("compare the norm that gradients are clipped to with their norm", "print the learning rate of all groups")
 
 
 class UnchangedParameter(Rule):
@@ -176,17 +198,11 @@ class UnchangedParameter(Rule):
     `gradstat.auto`, gradients were zeroed fifty times, and twice as often as between earlier steps, without a step.
 
     Args:
-        measurements: Minimum number of measurements in a row without any change; one if no parameter has changed.
         steps: Minimum number of steps without any change: after an incident, measurements are close together.
-        rounding: Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the
-            rounding error of sums that are zero, as for a bias before a batch norm.
-        least: No weight has moved by this fraction of its norm between two measurements, which are the first two, or
-            ``stops`` holds.
-        stops: That is this fraction of the farthest move so far, per step and learning rate, while the norm of the
-            gradients is no less than a tenth of what it was then.
     """
 
     name = "unchanged-parameter"
+    quiet = 1000
     causes = (
         "it is not in the optimizer, which was made before the parameter was replaced, tied, moved or cast",
         "the learning rate of its group is 0",
@@ -197,18 +213,15 @@ class UnchangedParameter(Rule):
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
 
-    def __init__(
-        self, measurements: int = 2, steps: int = 50, rounding: float = 1e-5, least: float = 1e-5, stops: float = 1e-3
-    ) -> None:
-        self.measurements, self.steps, self.rounding = measurements, steps, rounding
-        self.least, self.stops = least, stops
+    def __init__(self, steps: int = 50) -> None:
+        super().__init__()
+        self.steps = steps
         self._measured = 0
         self._means, self._ranges = PerName(math.nan), PerName(math.nan)  # sums and ranges over norms
         # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
         self._usual = self._strength = math.nan
         self._same_for, self._since = PerName(0.0), PerName(0)
         self._sums, self._squares = PerName(math.nan), PerName(math.nan)
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("unused"):
@@ -226,10 +239,10 @@ class UnchangedParameter(Rule):
             same = (sums == last_sums) & (squares == last_squares)
             last_sums[:], last_squares[:] = sums, squares
             yield from self._hardly(window, rows, row)
-            enough = 1 if same.all() else self.measurements
+            enough = 1 if same.all() else _UNCHANGED
             largest = np.nan_to_num(gradients.max_abs[min(np.searchsorted(gradients.steps, step), len(gradients) - 1)])
             # It has a gradient by which its optimizer could change it.
-            same &= largest > max(self.rounding * largest.max(initial=0.0), VanishingGradient.limit)
+            same &= largest > max(_ROUNDING * largest.max(initial=0.0), VANISHING)
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
@@ -264,8 +277,8 @@ class UnchangedParameter(Rule):
         at = int(window.steps.searchsorted(step))
         rate, strength = window.value("lr", at), window.value("finite_norm", at)
         usual = self._usual * steps * rate
-        has_stopped = strength > 0.1 * self._strength and moved < self.stops * usual
-        if moved < self.least and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
+        has_stopped = strength > _AS_STRONG * self._strength and moved < _STOPS * usual
+        if moved < _MOVES and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
             name = rows.names[int((moves == moved).argmax())]
@@ -275,8 +288,14 @@ class UnchangedParameter(Rule):
             self._usual, self._strength = moved / steps / rate, strength
 
 
-_HARDLY = ("gradients clipped to a tiny norm, or a loss multiplied by almost 0", "a learning rate that is far too low")
-_LARGER = ("compare the norm that gradients are clipped to with their norm", "print the learning rate of all groups")
+# Intervals in a row with equally many changes per step, before one with more is judged.
+_REGULAR = 2
+# The loss has risen if a median of so many is above all losses of so many steps before, at most so many steps after the
+# measurement. Without a loss, the norm of the gradients is judged.
+_MEDIAN_OF, _ABOVE, _AFTER = 8, 32, 24
+# Or the norm of the parameter has grown by the one factor or shrunk by the other, and `_USUAL` times as far as ever
+# between two measurements, on a logarithmic scale. Conventions of gradstat.
+_FAR_UP, _FAR_DOWN = 2.0, 30.0
 
 
 class OverwrittenParameter(Rule):
@@ -286,44 +305,28 @@ class OverwrittenParameter(Rule):
     that gets more between two measurements, while others do not, was overwritten. Not known where the optimizer works
     on ``parameter.data``, which is not counted. Programs may prune, clamp or average, which makes weights smaller and
     need not raise the loss.
-
-    Args:
-        measurements: Intervals in a row with equally many changes per step, before one with more is judged.
-        before, within, median: The loss has risen if a median of so many is above all of ``before`` losses, at most
-            ``within`` steps after the measurement. Without a loss, the norm of the gradients is judged.
-        grown, shrunk: Or the norm of the parameter has grown by the one factor or shrunk by the other, and three times
-            as far as ever between two measurements, on a logarithmic scale. Conventions of gradstat.
     """
 
     name = "overwritten-parameter"
+    quiet = 1000
     causes = (
         "a layer that is initialised or loaded anew in the middle of the training",
         "a callback that writes to weights: pruning, clamping, averaging, a restored copy",
     )
     advice = ("look for code that changes this parameter outside of optimizer.step()",)
 
-    def __init__(
-        self,
-        measurements: int = 2,
-        before: int = 32,
-        within: int = 24,
-        median: int = 8,
-        grown: float = 2.0,
-        shrunk: float = 30.0,
-    ) -> None:
-        self.measurements, self.before, self.within, self.median = measurements, before, within, median
-        self.grown, self.shrunk = grown, shrunk
+    def __init__(self) -> None:
+        super().__init__()
         self._norms, self._usual = PerName(math.nan), PerName(0.0)  # and the largest change of its logarithm
         self._versions, self._rates, self._regular = PerName(math.nan), PerName(math.nan), PerName(0.0)
         self._measured = self._since = self._until = -1  # steps; of what waits for the loss, from and to
         self._waiting: dict[str, int] = {}  # parameters, and when they were found
         self._recent: list[float] = []
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         signal = "loss" if window.scalar("loss") is not None else "finite_norm"
         values = window.scalars[signal] if signal in window.scalars else np.full(len(window.steps), math.nan)
-        self._recent = [*self._recent, *np.fmax(np.fmin(values, 1e300), -1e300).tolist()][-256:]
+        self._recent = [*self._recent, *bounded(values)][-256:]
         for seen in window.observed("versions"):
             names = tuple(seen.value)
             versions, rates = self._versions.values_for(names), self._rates.values_for(names)
@@ -334,11 +337,11 @@ class OverwrittenParameter(Rule):
             self._measured, last = seen.step, self._measured
             is_same, moved = rate == rates, self._moved(window, seen.step)
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
-            more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
+            more = (regular >= _REGULAR) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
                 those = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
                 self._waiting = dict.fromkeys(those, seen.step)
-                self._since, self._until = last, seen.step + self.within
+                self._since, self._until = last, seen.step + _AFTER
                 first = next((name for name in self._waiting if name in moved), None)
                 if first is not None:
                     old, new = moved[first]
@@ -348,14 +351,13 @@ class OverwrittenParameter(Rule):
             np.copyto(rates, rate, where=(rate > rates) | np.isnan(rates))
         if self._waiting and len(window.steps):
             last = int(window.steps[-1])
-            after = self._recent[len(self._recent) - 1 - (last - self._since) :][: self._until - self._since + 1]
-            before = self._recent[: len(self._recent) - 1 - (last - self._since)][-self.before :]
-            highest = max(before) if len(before) == self.before else math.inf
-            medians = [median(after[i - self.median : i]) for i in range(self.median, len(after) + 1)]
-            if max(medians, default=-math.inf) > highest:
+            at = len(self._recent) - 1 - (last - self._since)
+            before, after = around(self._recent, at, _ABOVE, self._until - self._since + 1)
+            rise = risen(before, after, _MEDIAN_OF) if len(before) == _ABOVE else None
+            if rise is not None:
                 what = "loss" if signal == "loss" else "norm of the gradients"
-                rise = f"the {what} rose to {max(medians):.3g}, above all of the {self.before} steps before"
-                yield self._overwritten(next(iter(self._waiting)), rise, highest=highest, now=max(medians))
+                text = f"the {what} rose to {rise:.3g}, above all of the {_ABOVE} steps before"
+                yield self._overwritten(next(iter(self._waiting)), text, highest=max(before), now=rise)
             elif last >= self._until:
                 self._waiting = {}
 
@@ -368,7 +370,7 @@ class OverwrittenParameter(Rule):
         now = rows.l2_norm[np.searchsorted(rows.steps, step)]
         move = np.log(now / norms)
         is_known = np.isfinite(move)
-        least = np.maximum(np.log(np.where(move > 0, self.grown, self.shrunk)), 3 * usual)
+        least = np.maximum(np.log(np.where(move > 0, _FAR_UP, _FAR_DOWN)), _USUAL * usual)
         far = np.flatnonzero(is_known & (np.abs(move) > least))
         found = {rows.names[i]: (float(norms[i]), float(now[i])) for i in far}
         np.maximum(usual, np.abs(move), out=usual, where=is_known)

@@ -1,6 +1,7 @@
 """Every public name has a docstring, its members too, and a place in the reference, which `make docs` makes of both."""
 
 import functools
+import importlib
 import inspect
 import re
 import textwrap
@@ -17,7 +18,19 @@ PUBLIC = public_names()
 PAGES = (Path(__file__).resolve().parents[2] / "docs" / "api").glob("*.md")
 # What the pages describe; with brackets, what gradstat alone makes, which is shown without arguments.
 DIRECTIVE = re.compile(r"^(?:\.\. auto\w+::|:::\{py:data\}) ([\w.]+)(\(\))?$", re.MULTILINE)
-PLACES = [place for page in PAGES for place in DIRECTIVE.findall(page.read_text())]
+# A module, of which all names but some are described.
+MODULE = re.compile(r"^\.\. automodule:: ([\w.]+)\n(?:   .*\n)*   :exclude-members: (.*)$", re.MULTILINE)
+
+
+def places_in(page: str) -> Iterator[tuple[str, str]]:
+    """The names that a page describes, and the brackets behind them."""
+    yield from DIRECTIVE.findall(MODULE.sub("", page))
+    for module, excluded in MODULE.findall(page):
+        names = dict.fromkeys(importlib.import_module(module).__all__)
+        yield from ((f"{module}.{name}", "") for name in names if name not in excluded.split(", "))
+
+
+PLACES = [place for page in PAGES for place in places_in(page.read_text())]
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
@@ -136,6 +149,7 @@ loader = torch.utils.data.DataLoader(batches)
 """,
     "gradstat.integrations.lightning.GradstatCallback": """
 import functools
+import importlib
 from lightning import Trainer
 from gradstat.integrations.lightning import GradstatCallback
 Trainer = functools.partial(Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)

@@ -217,8 +217,6 @@ def test_a_monitor_names_the_parameter_at_every_stage() -> None:
         if dtype == "fp32":
             assert severity == "error"
             assert found.keys() <= {"dead-gradient", "nonfinite-gradient"} or not stage
-        else:  # an overflow is a warning only, but NaN, which no loss scale avoids, becomes an error
-            assert [(step, severity) for step, severity, _ in found["loss-scale"]] == [(0, "warning"), (25, "error")]
 
 
 @on_ranks(2, TIMEOUT)

@@ -197,7 +197,7 @@ def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) ->
     trained(model, optimizer, monitor, 10, bad=35)
     errors = [(finding.rule, finding.step) for finding in monitor.findings if finding.severity == "error"]
     assert errors == [("nonfinite-gradient", 3), ("nonfinite-gradient", 35)][: 1 + skips]
-    followed = ["nonfinite-loss", "nonfinite-optimizer-state", "nonfinite-parameter", "lost-loss"]
+    followed = ["nonfinite-loss", "nonfinite-optimizer-state", "nonfinite-parameter"]
     text = str(monitor.diagnose())
     assert all(f"{rule} in step" in text for rule in followed) == (not skips)
     assert text.count("followed by:") == (not skips)
@@ -307,14 +307,18 @@ def test_an_optimizer_that_makes_nan_of_finite_gradients_is_blamed(
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_lost_loss_ends_a_run_only_if_asked_to(stops: bool) -> None:
-    model, optimizer, monitor = made(on_anomaly={"error": "record"} | ({"lost-loss": "stop"} if stops else {}))
+def test_a_loss_that_stays_nan_ends_a_run_only_if_asked_to(stops: bool) -> None:
+    def stop(monitor: Any, finding: Finding) -> None:
+        monitor.should_stop = "in_a_row" in finding.evidence
+
+    model, optimizer, monitor = made(on_anomaly={"error": "record"} | ({"nonfinite-loss": stop} if stops else {}))
     model.last.bias.data.fill_(math.nan)
     for _ in range(3):
         assert not monitor.should_stop
         trained(model, optimizer, monitor, 1)
     assert monitor.should_stop == stops
-    assert "lost-loss" in {finding.rule for finding in monitor.findings}
+    lost = [finding for finding in monitor.findings if "3 steps in a row" in finding.text]
+    assert [(one.rule, one.severity, one.step) for one in lost] == [("nonfinite-loss", "info", 0)]
 
 
 def test_a_state_is_healthy_without_errors_lately_and_with_all_finite() -> None:

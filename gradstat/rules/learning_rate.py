@@ -1,0 +1,200 @@
+"""The rule about learning rates, weight decay and eps: they jump, stay 0, fade, or make no sense."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gradstat.recording.findings import Finding
+from gradstat.rules.base import HUGE, Band, Records, Rule, around, bounded, risen
+from gradstat.rules.rows import Floats, Observation, Window, rate_name
+
+# Conventions of gradstat. A rate jumps if it grows or falls by more than these factors in one step; step schedules
+# divide by 10. Growth is above all earlier rates and above the ``initial_lr`` of its scheduler, which a warm-up that is
+# stepped per epoch may reach at once.
+_UP, _DOWN = 3.0, 20.0
+# A change by no more than so many times the last one, as on a ramp, is no jump either way.
+_RAMP = 1.5
+# If losses or norms are known, something must follow a growth within so many steps: a loss or norm that is not finite,
+# or four losses in a row above all of as many steps before, or norms above three times those, since norms also rise
+# where a model begins to learn.
+_FOLLOWS, _IN_A_ROW, _NORMS = 16, 4, 3
+# It is 0 for so many steps after it was not. Schedules touch 0 at their end.
+_ZEROS = 20
+# It is, for `_LASTS` steps in a row, below this fraction of its largest value in the `_WITHIN` steps before; cosine,
+# linear and polynomial schedules come that low in the last two steps.
+_FADES, _WITHIN, _LASTS = 1e-3, 50, 5
+# Weight decay or eps of a group grows by more than this factor between two looks. 0 counts as 0.05; a weight decay of
+# 0.5 is far above usual ones.
+_SETTING, _NO_DECAY = 10.0, 0.05
+_SETTINGS = ("a schedule that sets it in place of lr", "an optimizer that was restored, or edited, wrongly")
+
+
+class _FollowedRule(Rule):
+    """Base of a rule about growths of a setting, which count if losses or norms rise after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._last = -1
+        self._grown = Records(4)
+
+    def bands(self) -> Mapping[str, Band]:
+        (losses, _), (norms, _) = self._around(int(self._grown[0][1])) if self._grown else 2 * [((), ())]
+        if len(losses) < _IN_A_ROW:
+            return {}
+        return {"loss": (-math.inf, max(losses)), "norm": (-math.inf, _NORMS * max(norms))}
+
+    def _remember(self, window: Window) -> None:
+        nothing = np.zeros(len(window.steps))
+        for kept, name in ((self._losses, "loss"), (self._norms, "norm")):
+            del kept[: -3 * _FOLLOWS]
+            kept += bounded(window.scalars.get(name, nothing))
+        self._last = int(window.steps[-1]) if len(window.steps) else self._last
+
+    def _around(self, step: int) -> list[tuple[Sequence[float], Sequence[float]]]:
+        """Losses up to ``step`` and after it, and norms."""
+        first = len(self._losses) - (self._last - step)
+        return [around(kept, first, _FOLLOWS, _FOLLOWS) for kept in (self._losses, self._norms)]
+
+    def _followed(self, is_scaled: bool) -> Iterator[list[float]]:
+        """The growths that something followed. Gradients overflow now and then if the loss ``is_scaled``."""
+        waiting, self._grown = self._grown, Records(4)
+        for growth in waiting:
+            (losses, later_losses), (norms, later_norms) = self._around(int(growth[1]))
+            ends = max([*later_losses, *([] if is_scaled else later_norms)], default=0.0) >= HUGE
+            signals = ((losses, later_losses), ([_NORMS * norm for norm in norms], later_norms))
+            rises = (risen(old, new, _IN_A_ROW, min) for old, new in signals if len(old) >= _IN_A_ROW)
+            if ends or any(rise is not None for rise in rises):
+                yield growth
+            elif len(later_losses) < _FOLLOWS:
+                self._grown.append(growth)
+
+
+class LearningRateJump(_FollowedRule):
+    """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay or an eps that jumps.
+
+    The rate of step 0 is compared with none: a program may set it between the backward pass and the step.
+    """
+
+    name = "learning-rate-jump"
+    quiet = 10
+    causes = (
+        "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
+        "warm-up and decay that do not meet: decay does not begin where warm-up ends",
+        "a scheduler or optimizer restored without its state",
+    )
+    advice = (
+        "print the schedule beforehand: [scheduler.get_last_lr() for each step]",
+        "restore scheduler and optimizer from the same checkpoint",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._course: list[float] = []  # the last rates of the first group
+        # By series, as `rate_name` calls them.
+        self._before: dict[str, float] = {}
+        self._largest: dict[str, float] = {}
+        self._zero_for: dict[str, int] = {}
+        self._scheduled: dict[str, float] = {}
+        self._change: dict[str, float] = {}
+        self._settings: dict[str, float] = {}  # when last looked at
+        self._looked = 0
+
+    def bands(self) -> Mapping[str, Band]:
+        bands = {"lr": (0.0, math.inf), **super().bands()}
+        for name, last in self._before.items():
+            if last > 0:
+                most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), _UP * last)
+                bands[name] = (last / _DOWN, most)
+        return bands
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("coverage"):
+            yield from self._of_settings(seen)
+        self._remember(window)
+        self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
+        first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
+        if first is None:
+            return
+        course = np.array([*self._course, *np.where(window.steps > 0, first, math.nan).tolist()])
+        self._course = list(filter(math.isfinite, course[-(_WITHIN + _LASTS - 1) :].tolist()))
+        for at, old, new in _faded(course, len(first)):
+            if self._episodes.record("faded", window.steps[at]):
+                text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps"
+                yield self.found(window.steps[at], "lr", text, before=old, lr=new)
+        is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
+        for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
+            rates = window.scalars.get(name, first)
+            if name != "lr":
+                rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
+            listed = [self._before.get(name, before_first), *rates.tolist()]
+            self._before[name] = listed[-1]
+            yield from self._review_one(name, window.steps.tolist(), listed, is_known)
+        for group, step, before, rate in self._followed(window.scalar("loss_scale") is not None):
+            if self._episodes.record(f"jump {rate_name(int(group))}", int(step)):
+                yield self._jump(int(step), rate_name(int(group)), before, rate)
+
+    def _of_settings(self, seen: Observation) -> Iterator[Finding]:
+        for name, new in seen.value.settings.items():
+            what, old = name.partition(" ")[0], self._settings.get(name, new)
+            if new > _SETTING * (old or _NO_DECAY) and self._episodes.record(name, seen.step):
+                text = f"{name} has gone from {old:.4g} to {new:.4g}, after step {self._looked}"
+                yield self.found(self._looked + 1, what, text, causes=_SETTINGS, before=old, now=new)
+        self._settings, self._looked = {**seen.value.settings}, seen.step
+
+    def _review_one(self, name: str, steps: Sequence[int], rates: Sequence[float], is_known: bool) -> Iterator[Finding]:
+        """Judges the ``rates`` of a group, of which the first is that before ``steps``."""
+        which, largest = f"the learning rate{_of_group(name)}", self._largest.get(name, 0.0)
+        change = self._change.get(name, 0.0)
+        for step, (previous, rate) in zip(steps, itertools.pairwise(rates), strict=True):
+            if rate < 0 or (math.isnan(rate) and not math.isnan(previous)):
+                if self._episodes.record(f"invalid {name}", step):
+                    text = f"{which} is {rate}"
+                    yield self.found(step, name, text, severity="error", lr=str(rate), before=previous)
+                continue
+            self._zero_for[name] = self._zero_for.get(name, 0) + 1 if rate == 0 and largest > 0 else 0
+            if self._zero_for[name] == _ZEROS:
+                yield self.found(step - _ZEROS + 1, name, f"{which} has been 0 for {_ZEROS} steps", lr=0.0)
+            # A warm-up may begin at 0, or far below earlier rates.
+            previous = previous if step > 1 else rate
+            scheduled = self._scheduled.get(name, 0.0) * (1 + 1e-9)
+            has_grown = previous > 0 and rate > max(_UP * previous, largest, scheduled)
+            has_fallen = previous > 0 and 0 < rate < previous / _DOWN
+            last, change = change, rate - previous if math.isfinite(rate - previous) else 0.0
+            is_ramp = change * last > 0 and abs(change) <= _RAMP * abs(last)
+            if has_grown and is_known:
+                self._grown.append([float(name[3:-1] or 0) if name != "lr" else 0.0, float(step), previous, rate])
+            elif (has_grown or has_fallen) and not is_ramp and self._episodes.record(f"jump {name}", step):
+                yield self._jump(step, name, previous, rate)
+            largest = self._largest[name] = max(largest, rate)
+        change = rates[-1] - rates[-2]
+        self._change[name] = change if math.isfinite(change) else 0.0
+
+    def _jump(self, step: int, name: str, previous: float, rate: float) -> Finding:
+        text = f"the learning rate{_of_group(name)} jumps from {previous:.4g} to {rate:.4g}"
+        return self.found(step, name, text, before=previous, lr=rate, factor=rate / previous)
+
+
+def _of_group(name: str) -> str:
+    return (name != "lr") * f" of group {name[3:-1]}"
+
+
+def _faded(course: Floats, fresh: int) -> Iterator[tuple[int, float, float]]:
+    """Where, among the last ``fresh`` rates of a ``course``, they first have come to nearly nothing in a few steps.
+
+    Yields the position, counted from the end, and the rates from and to which they have fallen.
+    """
+    windows = np.lib.stride_tricks.sliding_window_view
+    highest = windows(np.concatenate([np.zeros(_WITHIN), np.nan_to_num(course)]), _WITHIN + 1).max(1)
+    ends = slice(-(fresh + _LASTS - 1), None)  # so that the last of each run is one of the new rates
+    now, before = course[ends], highest[ends]
+    is_low = (now > 0) & (now < _FADES * before)
+    if len(is_low) >= _LASTS:
+        for row in np.flatnonzero(windows(is_low, _LASTS).all(1))[:1].tolist():
+            yield row + _LASTS - 1 - len(now), before[row], now[row]
