@@ -58,11 +58,6 @@ coverage: $(VENV)/.for-dev $(BUILT_FOR_TESTS) ## Run the tests and report line c
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report
 
-.PHONY: mutate
-mutate: $(VENV)/.for-test $(BUILT) ## Change the core in one place at a time and see whether the tests fail (an hour or more)
-	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray
-	$(BIN)/python tools/mutation.py
-
 lint: $(VENV)/.for-lint ## Check style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

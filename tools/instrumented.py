@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("baseline", "avx2", "avx512")
 # Tests that run the CUDA code on the host; tests of guards and clip decisions, for any backend.
-HOST_TESTS = ("cuda_on_host", "cuda_launchers", "cuda_module")
-DECISIONS = ("guard", "decide")
+HOST_TESTS = tuple(f"cuda_on_cpu/test_cuda_{name}.py" for name in ("on_host", "launchers", "module"))
+DECISIONS = ("step/test_guard.py", "clip/test_decide.py")
 # Selects the tests that run the compiled CPU library.
 COMPILED = ("-k", "not (triton or emulated or reference- or reference])")
 
@@ -54,9 +54,9 @@ def levels(folder: Path, variables: dict[str, str]) -> list[str]:
 
 
 def tests(names: tuple[str, ...], *options: str) -> list[str]:
-    """The command that runs test modules with the package of the current folder."""
+    """The command that runs files and folders of tests/ with the package of the current folder."""
     configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    paths = [str(next(ROOT.glob(f"tests/*/test_{name}.py"))) for name in names]
+    paths = [str(ROOT / "tests" / name) for name in dict.fromkeys(names)]
     return [sys.executable, "-m", "pytest", "-q", *configuration, *paths, *options]
 
 

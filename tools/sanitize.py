@@ -5,12 +5,8 @@ random tensors with every instruction set that this machine has. The CUDA kernel
 host with the same flags. Their stacks are not checked, because AddressSanitizer does not notice how coroutines, which
 act as their threads, switch stacks. The threads of the CPU kernels run under ThreadSanitizer in a separate
 program (tests/cpu_threads). Deliberate errors have to be reported first, as proof that the sanitizers are active.
-
-    python tools/sanitize.py            # everything
-    python tools/sanitize.py --quick    # the highest level, fewer tests
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -22,9 +18,9 @@ BUILD = ROOT / "build" / "sanitize"
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
 # With the sanitizers' checks gcc warns of variables that are in fact initialized.
 HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
-KERNEL_TESTS = ("conformance", "fuzz", "multiply")
-OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive", *DECISIONS)
-TENSORS, QUICK_TENSORS = 20_000, 600
+KERNEL_TESTS = ("core/test_conformance.py", "core/test_fuzz.py", "core/test_multiply.py")
+OTHER_TESTS = ("core/test_ops.py", "core/test_host_path.py", "clip", "step")
+TENSORS = 20_000
 
 # Measures a float32 tensor that is one element longer than its memory.
 BEHIND_A_TENSOR = """
@@ -39,26 +35,19 @@ TOO_FAR = "import ctypes; print(ctypes.CDLL({library!r}).shift_by(1, 32))"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the highest level of instructions only, and fewer tests")
-    options = parser.parse_args()
     instrumented.build(BUILD, FLAGS)
     environment = sanitized()
     prove_that_errors_are_reported(environment)
     passed = watch_threads()
-    levels = instrumented.levels(BUILD, environment)
-    for level in levels[-1:] if options.quick else levels:
+    for level in instrumented.levels(BUILD, environment):
         at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
-        if not options.quick:
-            passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, *COMPILED), BUILD, at_level)
-        tensors = str(QUICK_TENSORS if options.quick else TENSORS)
-        command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--seed", "1", "--tensors", tensors, "--apart"]
-        passed &= step(f"{level}: {tensors} random tensors", command, BUILD, at_level)
-    if not options.quick:
-        passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, *COMPILED), BUILD, environment)
-        passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
-        as_backend = tests((*KERNEL_TESTS, *DECISIONS), "-k", "emulated")
-        passed &= step("the CUDA kernels as a backend", as_backend, BUILD, environment)
+        passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, *COMPILED), BUILD, at_level)
+        fuzz = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--seed", "1", "--tensors", str(TENSORS), "--apart"]
+        passed &= step(f"{level}: {TENSORS:,} random tensors", fuzz, BUILD, at_level)
+    passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, *COMPILED), BUILD, environment)
+    passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
+    as_backend = tests((*KERNEL_TESTS, *DECISIONS), "-k", "emulated")
+    passed &= step("the CUDA kernels as a backend", as_backend, BUILD, environment)
     return 0 if passed else 1
 
 
