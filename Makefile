@@ -103,7 +103,6 @@ bench-detection: $(VENV)/.for-test $(BUILT) ## Break small trainings on purpose 
 
 numerics: $(VENV)/.for-test $(BUILT) ## Compare norms of 100,000 vectors of every dtype with exact ones, by gradstat, torch and numpy
 	$(BIN)/python -W ignore benchmarks/numerics.py --record
-	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
 
 wheel: $(VENV)/.for-test ## Build sdist and wheel (one for every Python >= 3.10 and torch >= 2.10, with CUDA if there is nvcc) into dist/, and try it

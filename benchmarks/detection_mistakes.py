@@ -130,7 +130,7 @@ def _wrapped(change: Callable[[Tensor], Tensor], name: str) -> Callable[[Trainin
     return lambda training: training.model.get_submodule(name).register_forward_hook(hook)
 
 
-def _shuffled(share: float) -> Callable[[Training], None]:
+def shuffled(share: float) -> Callable[[Training], None]:
     def breaks(training: Training) -> None:
         random = torch.Generator().manual_seed(1)
 
@@ -306,8 +306,8 @@ def mistakes(subject: Subject) -> tuple[Mistake, ...]:
         Mistake("a layer's output is zero", _wrapped(torch.zeros_like, hidden), _at(hidden)),
         Mistake("dropout of 0.95", _wrapped(lambda out: F.dropout(out, 0.95), hidden), _at(hidden)),
         # Data
-        Mistake("shuffled labels", _shuffled(1.0), LABELS, is_held_out=True),
-        Mistake("half of the labels shuffled", _shuffled(0.5), LABELS),
+        Mistake("shuffled labels", shuffled(1.0), LABELS, is_held_out=True),
+        Mistake("half of the labels shuffled", shuffled(0.5), LABELS),
         Mistake("random labels", _random_labels, LABELS),
         Mistake("inputs and labels of different samples", every_batch(lambda b: (b[0].roll(1, 0), b[1])),
                 f"{DATA}|{LABELS}"),

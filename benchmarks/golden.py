@@ -15,22 +15,18 @@ import math
 import random
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import runner
 import tables
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from detection_mistakes import changed, constant_sample, groups, never_zeroed, times
+from detection_mistakes import changed, constant_sample, groups, never_zeroed, shuffled, times
 from helpers.training import (
     CLASSES,
     TOKENS,
@@ -39,13 +35,12 @@ from helpers.training import (
     Sentences,
     Training,
     cnn,
-    cross_entropy,
     factory,
     train,
 )
 from helpers.training_faults import every_batch
-from rows import Row, microseconds, record, row
-from runner import CPU, rows_of_values
+from rows import Row, record
+from runner import rows_of_values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,12 +49,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from gradstat.monitor import Golden, Monitor, Recording, Series
+from gradstat.monitor import Golden, Monitor, Recording
 
 STEPS = 160
-HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP, COST_GROUP = (
-    f"golden, {what}" for what in ("healthy", "mistakes", "harmless", "cost")
-)
+HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP = (f"golden, {what}" for what in ("healthy", "mistakes", "harmless"))
 POOL = 40  # seeds from which golden runs are drawn; the next ones are held out
 SEEDS = (900, 901)  # of runs with a mistake
 Batch = tuple[Tensor, Tensor]
@@ -235,52 +228,6 @@ def recorded(training: Training) -> Recording:
     return monitor.recording()
 
 
-def on_two_threads(training: Training) -> Recording:
-    """As `recorded`."""
-    torch.set_num_threads(2)
-    made = recorded(training)
-    torch.set_num_threads(1)
-    return made
-
-
-def by_trainer(training: Training) -> Recording:
-    """As `recorded`, with the Trainer of transformers."""
-    from transformers import Trainer, TrainingArguments
-
-    from gradstat.integrations.transformers import install
-
-    class Samples(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-        def __iter__(self) -> Iterator[dict[str, Tensor]]:
-            while True:
-                yield from ({"tokens": x, "labels": y} for x, y in zip(*training.batch(), strict=True))
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = training.model
-
-        def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"loss": cross_entropy(self.model, (tokens, labels))}
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, training.schedule)  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=16, use_cpu=True, max_grad_norm=1.0,
-            save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
-        )  # fmt: skip
-        optimizers = (training.optimizer, schedule)
-        trainer = Trainer(WithLoss(), arguments, train_dataset=Samples(), optimizers=optimizers)
-        handle = install(trainer, on_anomaly="record", log=False)
-        trainer.train()
-        made: Recording = handle.monitor.recording()
-        handle.remove()
-    without = {
-        kind: Series(tuple(name.removeprefix("model.") for name in one.names), one.numel, one.steps, one.values)
-        for kind, one in made.tables.items()
-    }
-    return replace(made, tables=without)
-
-
 # Mistakes and harmless changes -----------------------------------------------------------------------------------
 
 
@@ -293,7 +240,7 @@ class Case:
         change: Changes the training.
         names: A part that `GoldenComparison.where` or ``what`` has to contain; empty if there is no right answer.
         model: The training it is made in.
-        run: How it is run then.
+        threads: The number of torch's threads.
         is_on_ranks: Whether this is done on two ranks.
     """
 
@@ -301,7 +248,7 @@ class Case:
     change: Callable[[Any], object] = lambda training: None
     names: str = ""
     model: str = "transformer"
-    run: Callable[[Training], Recording] = recorded
+    threads: int = 1
     is_on_ranks: bool = False
 
 
@@ -368,15 +315,6 @@ def _repeats(steps: int) -> Callable[[Any], None]:
         training.batch = batch
 
     return change
-
-
-def _shuffled(training: Any) -> None:
-    random = torch.Generator().manual_seed(training.batch.random.initial_seed())
-
-    def shuffle(batch: Batch) -> Batch:
-        return batch[0], batch[1].flatten()[torch.randperm(batch[1].numel(), generator=random)].view_as(batch[1])
-
-    every_batch(shuffle)(training)
 
 
 def _renamed(batch: Batch) -> Batch:
@@ -447,7 +385,7 @@ MISTAKES = (
     Case("each batch four times", _repeats(4), "batches"),
     Case("one batch for ever", _repeats(STEPS), "everywhere"),
     Case("ReLU for GELU", sets(activation=F.relu)),
-    Case("labels shuffled", _shuffled, "everywhere"),
+    Case("labels shuffled", shuffled(1.0), "everywhere"),
     Case("labels not shifted", every_batch(lambda batch: (batch[0], batch[0])), "everywhere"),
     Case("sequences reversed", every_batch(lambda batch: (batch[0].flip(1), batch[1].flip(1))), "everywhere"),
     Case("one sample in all places of a batch", every_batch(constant_sample), "everywhere"),
@@ -473,7 +411,7 @@ MISTAKES = (
     ), "head"),
     Case("inputs not normalised", every_batch(lambda batch: (3 * batch[0] + 2, batch[1])), "buffers", "MLP"),
     Case("one input feature missing", every_batch(_missing_feature), "0", "MLP"),
-    Case("labels shuffled, MLP", _shuffled, "everywhere", "MLP"),
+    Case("labels shuffled, MLP", shuffled(1.0), "everywhere", "MLP"),
     Case("batch norm in evaluation mode", on_model(nn.Module.eval), "buffers", "MLP"),
     Case("dropout 0.5 added, MLP", sets(p=0.5), model="MLP"),
     Case("half a batch, MLP", _half_a_batch, "everywhere", "MLP"),
@@ -489,7 +427,7 @@ HARMLESS = (
     Case("torch.compile, aot_eager", lambda t: setattr(t, "model", torch.compile(t.model, backend="aot_eager"))),
     Case("torch.compile, inductor", lambda t: setattr(t, "model", torch.compile(t.model))),
     Case("activation checkpointing", sets(recomputes=True)),
-    Case("two threads", run=on_two_threads),
+    Case("two threads", threads=2),
     Case("math SDPA", sets(kernel=SDPBackend.MATH)),
     Case("flash SDPA", sets(kernel=SDPBackend.FLASH_ATTENTION)),
     Case("attention in plain operations", sets(eager=True)),
@@ -500,7 +438,6 @@ HARMLESS = (
     Case("tokens renamed", every_batch(_renamed)),
     Case("DDP on two ranks", both(_ddp, every_batch(_split)), is_on_ranks=True),
     Case("FSDP2 on two ranks", both(_fsdp, every_batch(_split)), is_on_ranks=True),
-    Case("the Trainer of transformers for a loop", run=by_trainer),
     Case("fused AdamW, MLP", by(grouped(lr=2e-3, weight_decay=0.01, fused=True)), model="MLP"),
     Case("bf16 autocast, MLP", _autocast(torch.bfloat16), model="MLP"),
     Case("fp16 autocast, MLP", _autocast(torch.float16), model="MLP"),
@@ -511,12 +448,12 @@ CASES = {case.what: case for case in (*(Case(model, model=model) for model in HE
 
 def run(what: str, seed: int) -> Recording:
     """The recording of a case."""
-    torch.set_num_threads(1)
     case = CASES[what]
+    torch.set_num_threads(case.threads)
     training: Any = HEALTHY[case.model](seed)
     training.batch.random = torch.Generator().manual_seed(seed)
     case.change(training)
-    return case.run(training)
+    return recorded(training)
 
 
 def run_job(job: runner.Job) -> Recording:
@@ -562,34 +499,6 @@ def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int) -> Itera
         yield from rows_of_values(group, case.what, "Golden.compare", values, "%")
 
 
-def cost_rows() -> Iterator[Row]:
-    """The time of a comparison, and the size of a file."""
-    runs = [_long(seed) for seed in range(6)]
-    golden = Golden.of(runs[:5])
-    case = "2,000 steps, 300 tensors"
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        golden.compare(runs[5])
-        seconds.append(time.perf_counter() - start)
-    yield row(COST_GROUP, case, "Golden.compare", "wall time", "us", microseconds(seconds), CPU, tensors=300)
-    with tempfile.TemporaryDirectory() as folder:
-        size = golden.save(Path(folder) / "golden.gradstat").stat().st_size
-    yield row(COST_GROUP, case, "golden.gradstat", "size", "B", size, CPU, tensors=300)
-
-
-def _long(seed: int) -> Recording:
-    """A long made-up run with all that a monitor watches by default."""
-    level, noise, steps = np.random.default_rng(0), np.random.default_rng(seed), np.arange(2000)
-    run_to_run = level.normal(size=(300, 8)) + 0.05 * noise.normal(size=(1, 300, 8))
-    values = np.exp(run_to_run + 0.2 * noise.normal(size=(2000, 300, 8))).astype(np.float32)
-    names, numel = tuple(f"blocks.{i}.weight" for i in range(300)), np.full(300, 4096)
-    made = {"gradient": Series(names, numel, steps, values)}
-    for kind in ("parameter", "exp_avg", "exp_avg_sq"):
-        made[kind] = Series(names, numel, steps[::50], values[::50])
-    return Recording(steps, {"loss": np.exp(noise.normal(size=2000)), "lr": np.full(2000, 1e-3)}, made)
-
-
 def main() -> int:
     parser = runner.parser_of(__doc__)
     parser.add_argument("--held-out", type=int, default=100, help="healthy runs of each model (default %(default)s)")
@@ -606,7 +515,6 @@ def main() -> int:
         *healthy_rows(runs, options.held_out, options.sets),
         *case_rows(runs, MISTAKE_GROUP, MISTAKES, 4),
         *case_rows(runs, HARMLESS_GROUP, HARMLESS, 4),
-        *cost_rows(),
     ]
     print(tables.golden(rows))
     record(rows, "golden", options)

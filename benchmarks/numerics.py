@@ -4,8 +4,7 @@ Every norm is compared with one in extended precision (64 bits or more of mantis
 positive, so its own relative error stays below 1e-17 (a test compares it with rational arithmetic).
 
 ``python benchmarks/numerics.py`` prints tables, ``--record`` appends rows to
-``benchmarks/results/<device>/numerics.jsonl``, from which ``plots.py`` and ``render.py --write`` update
-``docs/numerics.md``.
+``benchmarks/results/<device>/numerics.jsonl``, from which ``render.py --write`` updates ``docs/numerics.md``.
 """
 
 from __future__ import annotations

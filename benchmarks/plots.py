@@ -6,9 +6,7 @@ The same rows give the same picture.
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -163,58 +161,6 @@ def growth(members: Sequence[Row], path: Path, size: str) -> None:
     _finish(figure, f"Time against {label.split(',')[0]} (median, quartiles shaded)", members, path)
 
 
-# Providers of norms: color and marker.
-_NORMS = {
-    "gradstat native": (_GRADSTAT, "o"),
-    "gradstat CUDA kernels, on the CPU": ("#0b3d91", "s"),
-    "gradstat triton": ("#6ea8ff", "^"),
-    "gradstat reference": ("#a9c9ff", "D"),
-    "torch._foreach_norm": (_TORCH, "X"),
-    "numpy.linalg.norm": (_NAIVE, "P"),
-}
-
-
-def norm_errors(members: Sequence[Row], path: Path) -> None:
-    """Points: the worst relative error of norms (filled) and the mean (hollow) by dtype, and how many were lost."""
-    kinds = list(dict.fromkeys(r.case for r in members))
-    dtypes = list(dict.fromkeys(r.dtype for r in members))
-    values = {(r.case, r.dtype, r.provider, r.metric): r.value for r in members}
-    names = [name for name in _NORMS if any(r.provider == name for r in members)]
-    figure, axes = _figure(12.5, 1.6 + 0.52 * len(dtypes), 1, len(kinds))
-    for place, (ax, kind) in enumerate(zip(axes.flat, kinds, strict=True)):
-        for line, dtype in enumerate(dtypes):
-            for number, name in enumerate(names):
-                if (kind, dtype, name, "vectors") not in values:
-                    continue
-                color, marker = _NORMS[name]
-                y = line + 0.7 * ((number + 0.5) / len(names) - 0.5)
-                # An error of exactly 0 is drawn at the left edge of the logarithmic axis.
-                worst, mean = (max(values[kind, dtype, name, f"{which} error"], 1e-18) for which in ("worst", "mean"))
-                ax.plot([mean, worst], [y, y], color=color, linewidth=0.9, alpha=0.6)
-                ax.plot([mean], [y], marker, color=color, markersize=5, markerfacecolor="white")
-                ax.plot([worst], [y], marker, color=color, markersize=5.5, label=name if line == 0 else None)
-                lost = values[kind, dtype, name, "norms lost"] / values[kind, dtype, name, "vectors"]
-                if lost:
-                    ax.annotate(
-                        f"{100 * lost:.0f} % lost", (worst, y), (6, 0), textcoords="offset points", color=color,
-                        fontsize=7.5, va="center", annotation_clip=False,
-                    )  # fmt: skip
-            if line % 2:
-                ax.axhspan(line - 0.5, line + 0.5, color="#f6f7f8", zorder=0)
-        ax.set_xscale("log")
-        ax.set_xlim(1e-18, 3.0)
-        ax.set_yticks(range(len(dtypes)), dtypes, fontsize=9.5)
-        ax.tick_params(axis="y", length=0, labelleft=place == 0)
-        ax.set_ylim(len(dtypes) - 0.5, -0.5)
-        ax.axvline(1e-7, color=_INK, linewidth=0.9, linestyle=":")
-        ax.set_title(f"{kind} vectors", loc="left", fontsize=10.5, color=_INK)
-        ax.set_xlabel("relative error of the norm: mean (hollow) to worst (filled); dotted: 1e-7", fontsize=9.5)
-        ax.grid(axis="x", color=_GRID, linewidth=0.8)
-        ax.set_axisbelow(True)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    _finish(figure, "Norms compared with exact ones; lost: 0, Inf or NaN instead of a finite norm", members, path)
-
-
 def _spread(heights: list[float], gap: float) -> list[float]:
     """Ascending ``heights``, moved as little as possible so that neighbours are ``gap`` apart."""
     moved = list(heights)
@@ -262,7 +208,6 @@ DRAWN: dict[str, tuple[tuple[str, ...], Callable[[Sequence[Row], Path], None]]] 
     "step-overhead": ((STEADY, "steps"), step_overhead),
     "time-vs-bytes": (("growth in bytes",), partial(growth, size="bytes")),
     "time-vs-tensors": (("growth in tensors",), partial(growth, size="tensors")),
-    "norm-errors": (("numerics",), norm_errors),
 }
 
 
@@ -275,28 +220,18 @@ def charts_of(device: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: members[group] for name, group in found.items() if group}
 
 
-def drawn_devices(results: Path = rows.RESULTS) -> list[list[Row]]:
-    """The rows that charts are drawn from: those of the suite, and of the errors of norms."""
-    return rows.shown(results) + rows.devices(results, "numerics")
-
-
 def file_of(chart: str, members: Sequence[Row]) -> str:
     """The name of a chart's file."""
     return f"{rows.slug(members[0].device)}-{chart}.png"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=rows.RESULTS, help="the folder of rows")
-    parser.add_argument("--output", type=Path, default=CHARTS, help="the folder of charts")
-    options = parser.parse_args()
-    for device in drawn_devices(options.results):
+def main() -> None:
+    for device in rows.shown():
         for name, members in charts_of(device).items():
-            path = options.output / file_of(name, members)
+            path = CHARTS / file_of(name, members)
             DRAWN[name][1](members, path)
             print(f"drew {path}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,6 @@ TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
     "time-vs-bytes": "Time against bytes, with a plain read as the limit",
     "time-vs-tensors": "Time against the number of tensors, with a plain read as the limit",
-    "norm-errors": "Worst and mean error of norms by dtype: gradstat, torch, numpy",
 }
 
 
@@ -48,24 +47,12 @@ def of_lists(folder: Path, on_gpu: bool) -> str:
     """For docs/performance.md: charts and tables of GPUs or of CPUs, except those of optimizer steps."""
     devices = [device for device in rows.shown() if bool(device[-1].driver) is on_gpu]
     shown = ("lists", "host path", "distributed gradients")
-    return "".join(_charts(device, folder, list(TITLES)) + tables.selected(device, *shown) for device in devices)
+    return "".join(_charts(device, folder) + tables.selected(device, *shown) for device in devices)
 
 
 def steps_of_optimizers(folder: Path) -> str:
     """For docs/performance.md: the tables of optimizer steps."""
     return "".join(tables.selected(device, GROUP) for device in rows.shown())
-
-
-def numerics(folder: Path) -> str:
-    """For docs/numerics.md: the chart and tables of errors, for every device."""
-    parts = []
-    for device in rows.devices(suite="numerics"):
-        parts += [
-            _charts(device, folder, ["norm-errors"]),
-            tables.norm_errors(rows.current(device)),
-            tables.where(device),
-        ]
-    return "\n".join(["", *parts, ""])
 
 
 def detected(folder: Path) -> str:
@@ -83,13 +70,11 @@ def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> 
     return region
 
 
-def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
-    drawn = plots.charts_of(device)
+def _charts(device: Sequence[rows.Row], folder: Path) -> str:
     where = os.path.relpath(plots.CHARTS, folder)
-    shown = {name: drawn[name] for name in names if name in drawn}
     return "".join(
         f"\n![{TITLES[name]}; {members[0].device}]({where}/{plots.file_of(name, members)})\n"
-        for name, members in shown.items()
+        for name, members in plots.charts_of(device).items()
     )
 
 
@@ -102,11 +87,10 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "gpu": partial(of_lists, on_gpu=True),
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
-    "numerics": numerics,
+    "numerics": _of_every_device("numerics", tables.norm_errors),
     "fuzz": _of_every_device("fuzz", tables.fuzzed),
     "golden_healthy": _of_every_device("golden", tables.golden_healthy),
     "golden_cases": _of_every_device("golden", tables.golden_cases),
-    "golden_cost": _of_every_device("golden", tables.golden_cost),
     "guards": _of_every_device("guards", tables.guards),
     "leaks": _of_every_device("leaks", tables.leaks),
 }

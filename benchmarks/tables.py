@@ -144,14 +144,9 @@ def golden_cases(rows: Sequence[Row]) -> str:
     return "\n".join(f"{title}: {'; '.join(cases)}.\n" for title, cases in listed.items())
 
 
-def golden_cost(rows: Sequence[Row]) -> str:
-    """The time of a comparison, and the size of a file."""
-    return table_of_rows([row for row in rows if row.group == "golden, cost"])
-
-
 def golden(rows: Sequence[Row]) -> str:
     """All tables of golden runs."""
-    return "\n".join([golden_healthy(rows), golden_cases(rows), golden_cost(rows)])
+    return "\n".join([golden_healthy(rows), golden_cases(rows)])
 
 
 def where(rows: Sequence[Row]) -> str:
@@ -215,9 +210,8 @@ def device_times(rows: Sequence[Row]) -> str:
 
 
 def norm_errors(rows: Sequence[Row]) -> str:
-    """The worst relative error of norms, and the share of norms lost; the chart shows more providers."""
-    parts, hidden = [], ("gradstat reference", "numpy.linalg.norm")
-    providers = [name for name in _in_order(row.provider for row in rows) if name not in hidden]
+    """The worst relative error of norms, and the share of norms lost."""
+    parts, providers = [], _in_order(row.provider for row in rows)
     for kind in _in_order(row.case for row in rows):
         of_kind = [row for row in rows if row.case == kind]
         metrics = {(r.dtype, r.provider, r.metric): r.value for r in of_kind}
