@@ -21,11 +21,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import tables
 import torch
-import torch.nn.functional as F  # noqa: N812
 from rows import Row, parser_of, record, step_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,29 +66,13 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
     class LightningClock(Clock, pl.Callback):
         on_train_batch_start, on_train_batch_end = Clock.begin, Clock.end
 
-    class Language(pl.LightningModule):
-        def __init__(self) -> None:
+    class Module(pl.LightningModule):
+        def __init__(self, model: nn.Module, loss: Callable[..., Tensor], optimize: Any, logs: bool = False) -> None:
             super().__init__()
-            self.model = GPT(SMALL)
+            self.model, self.loss, self.optimize, self.logs = model, loss, optimize, logs
 
         def training_step(self, batch: Any, _: int) -> Tensor:
-            (tokens,) = batch
-            return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, -2), tokens[:, 1:].flatten())
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), fused=True)
-
-    class Layers(pl.LightningModule):
-        """300 small parameters."""
-
-        def __init__(self, logs: bool = False) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(150)))
-            self.logs = logs
-
-        def training_step(self, batch: Any, _: int) -> Tensor:
-            loss: Tensor = self.layers(batch[0]).square().mean()
-            return loss
+            return self.loss(self.model, batch[0])
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             if self.logs:
@@ -96,7 +80,16 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
                 self.log_dict({f"grad/l2_norm/{name}": gradient.norm() for name, gradient in named})
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
+            return self.optimize(self.parameters())
+
+    def language() -> Module:
+        return Module(GPT(SMALL), GPT.loss, partial(torch.optim.AdamW, fused=True))
+
+    def layers(logs: bool = False) -> Module:
+        """300 small parameters."""
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(150)))
+        loss = lambda model, inputs: model(inputs).square().mean()  # noqa: E731
+        return Module(model, loss, partial(torch.optim.SGD, lr=1e-3), logs)
 
     def training(module: pl.LightningModule, data: Tensor, **options: Any) -> Callable[[], float]:
         loader = DataLoader(TensorDataset(data), batch_size=len(data) // (_WARM + _TIMED))
@@ -119,10 +112,10 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
         "Lightning steps",
         "gpt-0.9m",
         {
-            "Lightning": training(Language(), tokens),
-            "+ gradient_clip_val": training(Language(), tokens, gradient_clip_val=1.0),
-            "+ GradstatCallback()": training(Language(), tokens, callbacks=lambda: [GradstatCallback()]),
-            "detect_anomaly=True": training(Language(), tokens, detect_anomaly=True),
+            "Lightning": training(language(), tokens),
+            "+ gradient_clip_val": training(language(), tokens, gradient_clip_val=1.0),
+            "+ GradstatCallback()": training(language(), tokens, callbacks=lambda: [GradstatCallback()]),
+            "detect_anomaly=True": training(language(), tokens, detect_anomaly=True),
         },
     )
     batch = torch.randn(8 * (_WARM + _TIMED), 8)
@@ -131,10 +124,10 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
         "Lightning steps",
         "300 norms to TensorBoard",
         {
-            "Lightning": training(Layers(), batch, **board),
-            "log_dict, logged every step": training(Layers(logs=True), batch, **board),
+            "Lightning": training(layers(), batch, **board),
+            "log_dict, logged every step": training(layers(logs=True), batch, **board),
             "GradstatCallback, logged every step": training(
-                Layers(), batch, callbacks=lambda: [GradstatCallback(per_tensor=("l2_norm",), top=None)], **board
+                layers(), batch, callbacks=lambda: [GradstatCallback(per_tensor=("l2_norm",), top=None)], **board
             ),
         },
     )
@@ -229,7 +222,7 @@ def wandb(folder: str) -> Iterator[tuple[str, str, Trainings]]:
 FRAMEWORKS = {"Lightning": lightning, "Trainer": trainer, "wandb": wandb}
 
 
-def measured(group: str, case: str, trainings: Trainings, rounds: int) -> list[Row]:
+def measured(group: str, case: str, trainings: Trainings, rounds: int = 5) -> list[Row]:
     """The rows of trainings that take turns, after a round to warm up."""
     took: dict[str, list[float]] = {name: [] for name in trainings}
     calls = {name: (lambda name=name: took[name].append(trainings[name]())) for name in trainings}
@@ -242,7 +235,6 @@ def measured(group: str, case: str, trainings: Trainings, rounds: int) -> list[R
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("frameworks", nargs="*", choices=[*FRAMEWORKS, []], help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -250,7 +242,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in options.frameworks or FRAMEWORKS:
             for group, case, trainings in FRAMEWORKS[name](folder):
-                made += measured(group, case, trainings, options.rounds)
+                made += measured(group, case, trainings)
     print(tables.table_of_rows(made))
     record(made, "full", options)
 

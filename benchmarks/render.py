@@ -21,6 +21,7 @@ import tables
 from step_providers import GROUP
 
 ROOT = Path(__file__).resolve().parent.parent
+ALTERNATIVES = ("Lightning steps", "Trainer steps", "Weights & Biases steps")
 _PAGES = ("alternatives", "detection", "golden", "performance", "numerics", "stepping", "testing")
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
@@ -39,8 +40,8 @@ def summary(folder: Path) -> str:
 
 def alternatives(folder: Path) -> str:
     """For docs/alternatives.md: what gradstat and other tools add to steps under trainers and loggers."""
-    found = [device for device in rows.shown() if any(row.group in tables.ALTERNATIVES for row in device)]
-    return "\n" + "\n".join(tables.alternatives(device) + "\n" + tables.where(device) for device in found) + "\n"
+    found = [device for device in rows.shown() if any(row.group in ALTERNATIVES for row in device)]
+    return "".join(tables.selected(device, *ALTERNATIVES) for device in found)
 
 
 def of_lists(folder: Path, on_gpu: bool) -> str:
@@ -88,11 +89,11 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
     "numerics": _of_every_device("numerics", tables.norm_errors),
-    "fuzz": _of_every_device("fuzz", tables.fuzzed),
-    "golden_healthy": _of_every_device("golden", tables.golden_healthy),
+    "fuzz": _of_every_device("fuzz", tables.table_of_rows),
+    "golden_healthy": _of_every_device("golden", partial(tables.of_group, name="golden, healthy")),
     "golden_cases": _of_every_device("golden", tables.golden_cases),
     "guards": _of_every_device("guards", tables.guards),
-    "leaks": _of_every_device("leaks", tables.leaks),
+    "leaks": _of_every_device("leaks", tables.table_of_rows),
 }
 
 

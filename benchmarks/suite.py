@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 import cases
 import step_providers
@@ -293,9 +292,9 @@ GROUPS: dict[str, Callable[[Plan], Work]] = {
 QUICK = ("steps", "lists", step_providers.GROUP, "host path")
 
 
-def measure(plan: Plan, groups: Iterable[str], first: int | None = None) -> Iterator[list[Row]]:
-    """Runs groups (the ``first`` pieces of each) with a progress bar; yields the rows of each piece as it is done."""
-    work = [item for group in groups for item in islice(GROUPS[group](plan), first)]
+def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
+    """Runs groups with a progress bar; yields the rows of each piece as it is done."""
+    work = [item for group in groups for item in GROUPS[group](plan)]
     with progress_bar(len(work), "measuring") as progress:
         for what, call in work:
             progress.set_description(what, refresh=False)
@@ -309,16 +308,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="only these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one comparison (default 3, full 4)")
-    parser.add_argument("--first", type=int, help="only so many pieces of work of each group, once if --seconds allow")
     options = parser.parse_args()
     seconds = options.seconds or (4.0 if options.full else 3.0)
-    plan = Plan(torch.device(options.device), options.full, seconds, min_rounds=1 if options.first else 7)
+    plan = Plan(torch.device(options.device), options.full, seconds)
     groups = options.only or (GROUPS if options.full else QUICK)
     details = machine.driver_or_threads(machine.driver_version(plan.device), torch.get_num_threads())
     print(f"{machine.device_name(plan.device)}, {details}; {machine.versions()}", flush=True)
     rows: list[Row] = []
     recorded = None
-    for made in measure(plan, groups, options.first):
+    for made in measure(plan, groups):
         rows += made
         if options.record and made:
             recorded = append(made, "full" if options.full else "quick", options.results)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from statistics import fmean
+from typing import Any
 
 import rows as rows_module
 from cases import CHECK, CLIP, CLIPPED, FOREACH_NORM, LIMIT, STATS, STATS_TRITON, TORCH_CLIP, TORCH_CLIPPED
 from rows import Row
-from step_providers import ADAPTIVE, ALONE, AMP, GROUP, GUARD, GUARDED, SEPARATOR, TORCH
 
 from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
@@ -16,25 +17,6 @@ from gradstat.bench.steps import in_bytes
 _ON_DEVICE = [STATS, STATS_TRITON, FOREACH_NORM]  # calls that sync have no device time
 # Names in recorded rows that are displayed differently.
 _CAPTIONS = {"time ratio": "added time", "time inside": "call alone"}
-# The calls that docs/alternatives.md compares within each framework, by group.
-ALTERNATIVES = {
-    "Lightning steps": {
-        "+ gradient_clip_val": "`gradient_clip_val`, Lightning's own clip",
-        "+ GradstatCallback()": "`GradstatCallback()`",
-        "detect_anomaly=True": "`Trainer(detect_anomaly=True)`",
-        "log_dict, logged every step": "300 norms by `self.log_dict`",
-        "GradstatCallback, logged every step": "300 norms by `GradstatCallback`",
-    },
-    "Trainer steps": {
-        "+ gradstat install": "`install(trainer)`",
-        "+ DebugUnderflowOverflow": "`DebugUnderflowOverflow`",
-        "+ detect_anomaly": "`detect_anomaly`",
-    },
-    "Weights & Biases steps": {
-        "+ Monitor, all norms logged": "`Monitor`, all norms logged in every step",
-        "+ wandb.watch, histograms of gradients": "`wandb.watch(log_freq=1)`, histograms in every step",
-    },
-}
 STEADY = "steady state"  # training steps on a GPU, where no sync ends a step
 AUTO = "+ gradstat.auto"  # timed in the suite only
 # The calls that the README compares.
@@ -77,65 +59,36 @@ def in_time(micro: float) -> str:
 
 
 def guards(rows: Sequence[Row]) -> str:
-    """How each guard handles each fault, averaged over the models.
+    """How each guard handles each fault, averaged over the models, and healthy trainings.
 
     Cells hold the share flagged in time, the median number of steps until recovery, and how many trainings recovered
     sooner and later than without a guard.
     """
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for row in rows:
-        if row.group == "guards":
-            _, fault = row.case.split(", ", 1)
-            by_metric = found.setdefault(fault, {}).setdefault(row.provider, {})
-            by_metric.setdefault(row.metric, []).append(row.value)
-    names = _in_order(name for case in found.values() for name in case)
+    by_fault = [(row.case.split(", ", 1)[1], row) for row in rows if row.group == "guards"]
+    plain, *others = _in_order(row.provider for _, row in by_fault)
 
-    def cell(values: dict[str, list[float]]) -> str:
-        timed = f"{fmean(values['flagged in time']):.0%}" if "flagged in time" in values else "-"
-        back = f"{fmean(values['steps until back']):.0f}"
-        return f"{timed}, {back} ({sum(values['sooner']):.0f}/{sum(values['later']):.0f})"
+    def of(fault: str, name: str, metric: str) -> list[float]:
+        return [row.value for about, row in by_fault if (about, row.provider, row.metric) == (fault, name, metric)]
 
-    plain, others = names[0], names[1:]
+    def cell(fault: str, name: str) -> str:
+        timed, back = of(fault, name, "flagged in time"), fmean(of(fault, name, "steps until back"))
+        changes = f"({sum(of(fault, name, 'sooner')):.0f}/{sum(of(fault, name, 'later')):.0f})"
+        return f"{fmean(timed):.0%}, {back:.0f} {changes}" if timed else f"-, {back:.0f} {changes}"
+
     lines = [
-        [case, f"{fmean(by[plain]['steps until back']):.0f}", *(cell(by[name]) for name in others)]
-        for case, by in found.items()
+        [fault, f"{fmean(of(fault, plain, 'steps until back')):.0f}", *(cell(fault, name) for name in others)]
+        for fault in _in_order(fault for fault, _ in by_fault)
     ]
-    healthy: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row.group == "guards, healthy":
-            healthy.setdefault(row.provider, {})[row.metric] = row.value
-    rates = [
-        [name, f"{of['refused']:.0f}", f"{of['steps']:,.0f}", f"{of['last loss above']:.2g}"]
-        for name, of in healthy.items()
-    ]
-    headers = ["healthy trainings", "refused", "steps", "largest increase of the final loss over no guard"]
-    return "\n".join([grid(["fault", plain, *others], lines), grid(headers, rates)])
-
-
-def golden_healthy(rows: Sequence[Row]) -> str:
-    """How many held-out healthy runs each golden set calls unlike: on average, and by the worst set."""
-    cells: dict[str, dict[str, dict[str, float]]] = {}
-    for row in rows:
-        if row.group == "golden, healthy":
-            cells.setdefault(row.case, {}).setdefault(row.provider, {})[row.metric] = row.value
-    providers = _in_order(provider for case in cells.values() for provider in case)
-
-    def cell(of: dict[str, float]) -> str:
-        return f"{of['called unlike']:.1f} ({of['called unlike, worst set']:.0f})"
-
-    lines = [[case, *(cell(by[provider]) for provider in providers)] for case, by in cells.items()]
-    return grid(["called unlike, % on average (by the worst of the sets)", *providers], lines)
+    return "\n".join([grid(["fault", plain, *others], lines), of_group(rows, "guards, healthy")])
 
 
 def golden_cases(rows: Sequence[Row]) -> str:
     """Which mistakes and which harmless changes are called unlike and which are not. Shares below 100 % are given."""
     listed: dict[str, list[str]] = {}
     for group, kind in (("mistakes", "Mistakes"), ("harmless", "Harmless changes")):
-        cells: dict[str, dict[str, float]] = {}
-        for row in rows:
-            if row.group == f"golden, {group}":
-                cells.setdefault(row.case, {})[row.metric] = row.value
-        for case, of in cells.items():
+        members = [row for row in rows if row.group == f"golden, {group}"]
+        for case, of_case in _grouped(members, "case").items():
+            of = {row.metric: row.value for row in of_case}
             called, named = of["called unlike"], of.get("right place", 100)
             shares = [f"called unlike {called:.0f} %"] * (0 < called < 100)
             shares += [f"rightly named {named:.0f} %"] * (named < 100)
@@ -146,7 +99,7 @@ def golden_cases(rows: Sequence[Row]) -> str:
 
 def golden(rows: Sequence[Row]) -> str:
     """All tables of golden runs."""
-    return "\n".join([golden_healthy(rows), golden_cases(rows)])
+    return "\n".join([of_group(rows, "golden, healthy"), golden_cases(rows)])
 
 
 def where(rows: Sequence[Row]) -> str:
@@ -165,12 +118,17 @@ def limits(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], Row]:
     return fastest
 
 
-def _by_case(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], dict[str, Row]]:
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+def _grouped(rows: Iterable[Row], *attributes: str) -> dict[Any, list[Row]]:
+    """Rows by the value of an attribute, or the values of several."""
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        if row.metric == metric:
-            found.setdefault((row.case, row.dtype), {})[row.provider] = row
-    return found
+        groups.setdefault(attrgetter(*attributes)(row), []).append(row)
+    return groups
+
+
+def _by_case(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], dict[str, Row]]:
+    groups = _grouped((row for row in rows if row.metric == metric), "case", "dtype")
+    return {case: {row.provider: row for row in members} for case, members in groups.items()}
 
 
 def _relative(row: Row | None, base: Row | None) -> str:
@@ -230,28 +188,6 @@ def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider
     return f"{text}, lost {100 * lost / count:.1f} %".lstrip(", ") if lost else text
 
 
-def fuzzed(rows: Sequence[Row]) -> str:
-    """The number of random tensors that each operation was tested with, none of them wrong."""
-    counts = [row for row in rows if row.metric == "tensors"]
-    batches, seconds = (next(row.value for row in rows if row.metric == metric) for metric in ("batches", "time"))
-    listed = ";\n".join(f"`{row.case}` {row.value:,.0f}" for row in counts)
-    return f"{batches:,.0f} batches in {seconds:,.0f} s, none wrong (tensors per operation):\n{listed}.\n"
-
-
-def leaks(rows: Sequence[Row]) -> str:
-    """The largest growth of any kind of step, as a sentence."""
-    values = {
-        metric: {r.case: r.value for r in rows if r.metric == metric} for metric in ("steps", "objects", "tensors")
-    }
-    most = {metric: max(found.values()) for metric, found in values.items()}
-    memory = max(row.value for row in rows if row.metric == "memory")
-    kinds = [f"`{case}`" + f" ({n:,.0f})" * (n < most["steps"]) for case, n in values["steps"].items()]
-    return (
-        f"{most['steps']:,.0f} steps of {', '.join(kinds)} left at most {memory / 1024:,.0f} KiB, "
-        f"{most['objects']:,.0f} Python objects, {most['tensors']:,.0f} tensors.\n"
-    )
-
-
 def _added(row: Row | None) -> str:
     return "" if row is None else f"{(row.value - 1) * 100:+.1f} %"
 
@@ -275,49 +211,6 @@ def step_ranges(rows: Sequence[Row]) -> str:
     return grid(["time added to", *(case for case, _ in ratios)], lines)
 
 
-def alternatives(rows: Iterable[Row]) -> str:
-    """The time that gradstat and what it is compared with add to a step under each framework."""
-    lines = []
-    for group, names in ALTERNATIVES.items():
-        kept = [row for row in rows if row.group == group]
-        for (case, _), found in _by_case(kept, "time ratio").items():
-            told = [(caption, found[name]) for name, caption in names.items() if name in found]
-            title = f"{group.removesuffix(' steps')}, {case}"
-            lines += [[title * (i == 0), caption, _added(row)] for i, (caption, row) in enumerate(told)]
-    return grid(["where", "what", "added time"], lines, 2)
-
-
-def optimizer_steps(rows: Sequence[Row]) -> str:
-    """Optimizer steps on a list of gradients, with the ratios of times and of passes to a guarded step.
-
-    And guarded steps with adaptive clips, with their passes.
-    """
-    name, lines, adaptive = rows[0].case.split(SEPARATOR)[0], [], []
-    moved = _by_case(rows, "bytes moved")
-    for key, found in _by_case(rows, "wall time").items():
-        setting, base, passes = key[0].split(SEPARATOR)[1:], found.get(GUARDED), moved[key]
-        lines.append([*setting, _relative(base, None)])
-        for other in (AMP, TORCH, ALONE):
-            text = _relative(found.get(other), base)
-            if other in found and base is not None:
-                text = f"{text[:-1]}; {passes[other].value / passes[GUARDED].value:.2f})"
-            lines[-1].append(text)
-        if found.keys() & {GUARD, *ADAPTIVE}:
-            for each in [each for each in (GUARDED, GUARD, *ADAPTIVE) if each in found]:
-                time = _relative(found[each], None if each == GUARDED else base)
-                count = f"{passes[each].value / passes[each].bytes:.0f}"
-                adaptive.append([*(part * (each == GUARDED) for part in setting), each, count, time])
-    brackets = "in brackets: ratio to a guarded step; ratio of passes"
-    parts = [
-        f"From gradients of {name} to updated parameters, caches flushed ({brackets}):\n",
-        grid(["optimizer", "scaler, clipping", GUARDED, AMP, TORCH, ALONE], lines, 2),
-    ]
-    if adaptive:
-        parts.append("Guarded steps with adaptive clips, clipped to the same norm:\n")
-        parts.append(grid(["optimizer", "scaler, clipping", "call", "passes", "median"], adaptive, 3))
-    return "\n".join(parts)
-
-
 def _in_order(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
@@ -325,7 +218,7 @@ def _in_order(names: Iterable[str]) -> list[str]:
 def table_of_rows(rows: Sequence[Row]) -> str:
     """All rows: a line for each case and call, a column for each metric, times with the ratio to the first call."""
     metrics, lines = _in_order(row.metric for row in rows), []
-    for (case, _), found in _groups(rows).items():
+    for (case, _), found in _grouped(rows, "case", "dtype").items():
         values = {(row.provider, row.metric): row for row in found}
         first = {row.metric: row for row in reversed(found)}
         for number, name in enumerate(_in_order(row.provider for row in found)):
@@ -336,42 +229,31 @@ def table_of_rows(rows: Sequence[Row]) -> str:
     return grid(["case", "call", *(_CAPTIONS.get(metric, metric) for metric in metrics)], lines, 2)
 
 
+def of_group(rows: Sequence[Row], name: str) -> str:
+    """All rows of a group, as `table_of_rows`."""
+    return table_of_rows([row for row in rows if row.group == name])
+
+
 def _cell(row: Row | None, first: Row | None) -> str:
     if row is None or row.metric == "time ratio":
         return _added(row)
     if row.unit == "us":
         return _relative(row, None if row is first else first)
-    if row.unit == "%":
-        return f"{row.value:.2f} %"
-    return in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f}"
-
-
-def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.case, row.dtype), []).append(row)
-    return found
+    if row.unit == "B":
+        return in_bytes(row.value)
+    return f"{row.value:{',.0f' if row.value > 100 else ',.3g'}} {row.unit}".rstrip()
 
 
 def everything(rows: Iterable[Row]) -> str:
     """All tables of one device's current rows; empty if there are none."""
     kept = rows_module.current(rows)
-    parts = [_of_group(name, members) for name, members in _by_group(kept).items()]
+    parts = [_of_group(name, members) for name, members in _grouped(kept, "group").items()]
     return "\n" + "\n".join([*parts, where(kept)]) + "\n" if parts else ""
-
-
-def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    return groups
 
 
 def _of_group(name: str, rows: list[Row]) -> str:
     if name == "lists":
         return lists(rows)
-    if name == GROUP:
-        return optimizer_steps(rows)
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: ratio to the first)"
     return f"{name[:1].upper()}{name[1:]}{brackets}:\n\n{table_of_rows(rows)}"
 
@@ -383,6 +265,6 @@ def selected(rows: Iterable[Row], *groups: str) -> str:
 
 def summary(rows: Iterable[Row]) -> str:
     """For the README: what each call adds to training steps, in a steady state if that was measured; maybe nothing."""
-    groups = _by_group(rows_module.current(rows))
+    groups = _grouped(rows_module.current(rows), "group")
     step_rows = groups.get(STEADY) or groups.get("steps")
     return "\n" + "\n".join([step_ranges(step_rows), where(step_rows)]) + "\n" if step_rows else ""
