@@ -1,7 +1,11 @@
-"""Device time of a call without host time: the host queues the whole call while the GPU runs a sleep kernel."""
+"""Device time of a call without host time, and caches that are flushed between calls.
+
+The host queues the whole call while the GPU runs a sleep kernel.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
@@ -14,6 +18,28 @@ _HOST_TIMES = 2.0  # how long the GPU sleeps, in units of the time that the host
 _LEAST_HEAD_START, _LONGEST_HEAD_START = 1e-4, 0.5  # seconds
 _CALIBRATING_CYCLES = 20_000_000
 TRIES = 2  # to queue a call before the GPU wakes
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size in bytes of the last cache before memory: a GPU's L2, a processor's last level."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    known = "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names
+    return (os.sysconf("SC_LEVEL3_CACHE_SIZE") if known else 0) or 64 << 20
+
+
+class Flush:
+    """Evicts the caches when called between timed calls, as a training step evicts its gradients.
+
+    It reads twice the size of the last cache. It does not write, because dirty lines would still be written back to
+    memory during the timed call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = torch.ones(2 * cache_bytes(device) // 4, device=device)  # zeros may be one shared page
+
+    def __call__(self) -> None:
+        self._buffer.sum()
 
 
 class Samples(NamedTuple):

@@ -31,9 +31,7 @@ from gradstat.bench.steps import LEARNING_RATE, WrongAnswerError
 GROUP = "optimizer steps"
 QUICK_CASE, FULL_CASE = (case for case in CASES if case.name in ("ResNet-50, 161 tensors", "GPT-2 small, 148 tensors"))
 LOSS_SCALE = 2.0**16
-SEPARATOR = "; "  # between the parts of a row's case
-OPTIMIZER = "AdamW, fused"
-# It reads parameters, gradients and two states, and writes parameters and states
+# Of AdamW, fused, which reads parameters, gradients and two states, and writes parameters and states
 # (`aten/src/ATen/native/cpu/FusedAdamKernel.cpp`, `cuda/fused_adam_utils.cuh`).
 PASSES = 4 + 3
 
@@ -65,7 +63,7 @@ SCALED_AND_CLIPPED = SETTINGS[1]
 
 def case_name(case: str, setting: Setting) -> str:
     """The ``case`` of a row."""
-    return SEPARATOR.join((case, OPTIMIZER, setting.name))
+    return f"{case}; AdamW, fused; {setting.name}"
 
 
 class StepInput:
@@ -161,9 +159,7 @@ class StepProvider:
     factor: Callable[[StepInput, Tensor], Tensor | float] = _agreed_factor
 
 
-TORCH = "torch: unscale_, clip, step"
 GUARDED = "gradstat.guarded_step"
-AMP = "gradstat.amp: unscale_and_clip_, step"
 ALONE = "limit: optimizer.step alone"
 _READ, _MULTIPLY = 1, 2
 _TORCH_ERROR = 1e-2  # of its float32 norm on a CPU: 9e-4 for GPT-2 small
@@ -239,50 +235,39 @@ def _unit_factor(given: StepInput, gradient: Tensor) -> Tensor:
     return factors.view(-1, *[1] * (gradient.dim() - 1))
 
 
+def _in_one_setting(given: StepInput) -> bool:
+    return given.setting is SCALED_AND_CLIPPED
+
+
 def _adaptive(
+    name: str,
     make: Callable[[StepInput], AdaptiveClip],
     passes: Callable[[StepInput], int] = _guarded_passes,
     factor: Callable[[StepInput, Tensor], Tensor | float] = _agreed_factor,
-) -> Callable[[str], StepProvider]:
-    """A guarded step with an adaptive clip, in one setting only, in which all clip."""
-    return lambda name: StepProvider(
-        name,
-        lambda given: _guarded_step(given, given.made(make)),
-        passes,
-        supports=lambda given: given.setting is SCALED_AND_CLIPPED,
-        factor=factor,
-    )
+) -> StepProvider:
+    """A guarded step with an adaptive clip, in the setting in which all clip to the same norm."""
+    run = lambda given: _guarded_step(given, given.made(make))  # noqa: E731
+    return StepProvider(f"{GUARDED}, {name}", run, passes, _in_one_setting, factor=factor)
 
-
-# All are configured to clip to the same norm; AGC clips each unit to its share of it.
-_ADAPTIVE = {
-    "FixedClip": _adaptive(lambda given: gradstat.FixedClip(given.limit)),
-    "AutoClip": _adaptive(_auto_clip),
-    "ZClip": _adaptive(lambda given: gradstat.ZClip(max_norm=given.limit)),
-    "AdaGC": _adaptive(
-        lambda given: gradstat.AdaGC(absolute=given.limit, warmup=1 << 30),
-        lambda given: _READ + _MULTIPLY + PASSES,
-    ),
-    "AGC": _adaptive(
-        lambda given: gradstat.AGC(clipping=_unit_limit(given), eps=1.0),
-        # The norms of units of gradients and of parameters are two more reads.
-        lambda given: _READ + 2 * _READ + _MULTIPLY + PASSES,
-        _unit_factor,
-    ),
-}
-ADAPTIVE = tuple(f"{GUARDED}, {name}" for name in _ADAPTIVE)
-GUARD = f"{GUARDED}, SpikeGuard"
 
 PROVIDERS = (
     StepProvider(GUARDED, lambda given: _guarded_step(given, given.limit), _guarded_passes),
     StepProvider(
-        GUARD,
+        f"{GUARDED}, SpikeGuard",
         lambda given: _guarded_step(given, given.limit, **given.made(_spike_guard)),
         _guarded_passes,
-        supports=lambda given: given.setting is SCALED_AND_CLIPPED,
+        _in_one_setting,
     ),
-    StepProvider(AMP, _amp_step, _amp_passes, supports=lambda given: given.setting.scaled),
-    StepProvider(TORCH, _torch_step, _torch_passes, skips=lambda given: given.setting.scaled, tolerance=_TORCH_ERROR),
+    StepProvider(
+        "gradstat.amp: unscale_and_clip_, step", _amp_step, _amp_passes, supports=lambda given: given.setting.scaled
+    ),
+    StepProvider(
+        "torch: unscale_, clip, step",
+        _torch_step,
+        _torch_passes,
+        skips=lambda given: given.setting.scaled,
+        tolerance=_TORCH_ERROR,
+    ),
     StepProvider(
         ALONE,
         lambda given: given.optimizer.step(),
@@ -290,7 +275,21 @@ PROVIDERS = (
         skips=lambda given: False,
         factor=lambda given, gradient: LOSS_SCALE if given.setting.scaled else 1.0,
     ),
-    *(make(name) for name, make in zip(ADAPTIVE, _ADAPTIVE.values(), strict=True)),
+    _adaptive("FixedClip", lambda given: gradstat.FixedClip(given.limit)),
+    _adaptive("AutoClip", _auto_clip),
+    _adaptive("ZClip", lambda given: gradstat.ZClip(max_norm=given.limit)),
+    _adaptive(
+        "AdaGC",
+        lambda given: gradstat.AdaGC(absolute=given.limit, warmup=1 << 30),
+        lambda given: _READ + _MULTIPLY + PASSES,
+    ),
+    _adaptive(
+        "AGC",  # which clips each unit to its share of the norm
+        lambda given: gradstat.AGC(clipping=_unit_limit(given), eps=1.0),
+        # The norms of units of gradients and of parameters are two more reads.
+        lambda given: _READ + 2 * _READ + _MULTIPLY + PASSES,
+        _unit_factor,
+    ),
 )
 
 

@@ -18,9 +18,8 @@ import cases
 import step_providers
 import tables
 import torch
-from caches import Flush
 from cases import CASES, Case, Dtypes, Input, Provider, Shape, bytes_of, input_of, providers_for, verify
-from device_timing import interleaved
+from device_timing import Flush, interleaved
 from models import TRAININGS, Training
 from rows import Row, append, dtype_name, microseconds, parser_of, row
 from step_providers import SETTINGS, Setting, StepInput

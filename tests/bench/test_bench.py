@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import caches
 import cases
 import device_timing
 import plots
@@ -390,7 +389,7 @@ def test_what_is_recorded_is_what_is_shown(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))
-    monkeypatch.setattr(caches, "cache_bytes", lambda device: 1 << 12)
+    monkeypatch.setattr(device_timing, "cache_bytes", lambda device: 1 << 12)
     arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "1e-6", "--record", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     assert suite.main() == 0
