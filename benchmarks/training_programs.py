@@ -2,7 +2,6 @@
 
 They keep what matters: losses, optimizers, learning rates, schedules, initialization, and how loops are written. Each
 calls gradstat as its users would, by `gradstat.auto` or a `gradstat.Monitor`, or not at all if it is not watched.
-``python tools/diagnosis.py --only programs`` runs more and longer trainings than the tests.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class Program:
 
     name: str
     short: int  # steps in a test
-    steps: int  # in the list of docs/diagnosis.md
+    steps: int  # in a long run, as docs/diagnosis.md states
     falls: float | None  # the share of its start to which the curve falls in a short run; None if that takes longer
     train: Callable[[Session], Outcome]  # random numbers are seeded before
 

@@ -1,8 +1,7 @@
 """Small models that really train, in milliseconds, for tests of the monitor: healthy runs and runs with faults.
 
 A `Training` is one such run. Everything in it can be replaced while it runs, which is how faults are injected. The
-monitor must be silent in those of `HEALTHY`: ``python tools/diagnosis.py --only healthy --seeds 10 --steps 2000`` runs
-more and longer ones than the tests.
+monitor must be silent in those of `HEALTHY`.
 """
 
 import math
