@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-import secrets
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,7 +30,6 @@ class FlightFile:
         self._unnamed = Path(f"incident{SUFFIX}")
         with suppress(OSError):  # the current folder was removed
             self._unnamed = self._unnamed.absolute()
-        self._spare: Path | None = None  # what was written instead of `path`
         if path is None:
             return
         try:
@@ -43,40 +40,15 @@ class FlightFile:
             text = f"save_to: no file can be made at {str(path)!r}: {reason}"
             if not isinstance(error, OSError) or error.errno not in _PASSING:
                 raise ValueError(f"{text}. Choose a file in a folder that exists or can be made") from error
-            warn(f"{text}. If it still is so later, recordings are written to another folder", RuntimeWarning)
+            warn(f"{text}. If it still is so later, recordings will not be saved", RuntimeWarning)
 
     def write(self, make: Callable[[], Recording], path: Path) -> None:
-        """Writes the recording that ``make`` makes, to another folder if ``path`` fails. Never raises.
-
-        A warning names the other folder, or says that the recording could not be saved.
-        """
-        failed = f"the recording {printable(str(path))} could not be saved"
+        """Writes the recording that ``make`` makes. Never raises: one that cannot be written costs a warning."""
         try:
-            recording = make()
-            save(recording, path)
-            return
-        except OSError as error:
-            failed += f": {error}"
-        except Exception as error:  # a recording that cannot be saved anywhere
-            warn(f"{failed}: {type(error).__name__}: {error}", RuntimeWarning)
-            return
-        for spare in self._spares(path):
-            with suppress(OSError):
-                save(recording, spare)
-                if path == self.path:
-                    self._spare = spare
-                warn(f"{failed}. It is in {printable(str(spare))}", RuntimeWarning)
-                return
-        warn(f"{failed}, nor in the current or the temporary folder", RuntimeWarning)
-
-    def _spares(self, path: Path) -> Iterator[Path]:
-        """Other places for a recording: the current and the temporary folder. Never overwrites another file."""
-        if path == self.path and self._spare is not None:
-            yield self._spare
-        name = f"{path.stem[:80]}-{secrets.token_hex(4)}{path.suffix or SUFFIX}"
-        for folder in (Path.cwd, tempfile.gettempdir):
-            with suppress(OSError):  # the current folder was removed, or no temporary one can be written to
-                yield Path(folder(), name)
+            save(make(), path)
+        except Exception as error:
+            reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            warn(f"the recording {printable(str(path))} could not be saved: {reason}", RuntimeWarning)
 
     def beside(self, finding: Finding) -> Path:
         """The file for a snapshot of a finding."""

@@ -87,7 +87,7 @@ class Monitor:
         watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
         rules: The rules to run; None for `gradstat.monitor.default_rules()`.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none. The
-            file is tried at once. If it cannot be written later, the recording goes to another folder, with a warning.
+            file is tried at once. A recording that cannot be written later costs a warning.
         replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no
             argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
             forward pass to save the states of random generators, and a copy of the buffers.
@@ -674,7 +674,7 @@ class Monitor:
         """Stops monitoring: reads the remaining steps, removes all hooks, saves the recording if ``save_to`` is set.
 
         `findings`, `recording` and `diagnose` stay available. Waits for the device. A recording that cannot be written
-        to ``save_to`` goes to another folder, with a warning.
+        costs a warning.
 
         Args:
             why: Why the recording is saved, for its ``meta``.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 import gradstat
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Golden, Rule, default_rules, endings, rule
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Golden, Rule, default_rules, rule
 from gradstat.monitor.segments import PendingRows
 from gradstat.recording.kinds import in_order
 from gradstat.rules import LossSpike
@@ -410,8 +410,9 @@ def test_a_loss_that_was_not_finite_is_noted_in_its_step_and_all_others_are_told
 
 def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
     scale_of_torch = torch.amp.GradScaler.scale
-    for earlier in endings._all():  # monitors of earlier tests count while they are open
-        earlier._end("its test is over")
+    for earlier in gc.get_objects():  # monitors of earlier tests count while they are open
+        if type(earlier) is gradstat.Monitor:
+            earlier.detach("its test is over")
     for count, norm in ((1, 1.0), (2, 4096.0)):
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -604,15 +605,20 @@ def test_every_step_is_reviewed_once_in_order() -> None:
 
 
 def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
-    model, optimizer, monitor = made(
-        on_anomaly={"error": ("rollback", "warn")}, options={"rollback_every": 3}, watch=["updates"]
-    )
+    interrupts = iter([True])
+
+    def interrupt_once(_monitor: gradstat.Monitor, _finding: Finding) -> None:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+
+    policy = {"error": (interrupt_once, "rollback", "warn")}
+    model, optimizer, monitor = made(on_anomaly=policy, options={"rollback_every": 3}, watch=["updates"])
     trained(model, optimizer, monitor, 10)
     state = monitor.state_dict()
     trained(model, optimizer, monitor, 3)  # not reviewed yet
-    with pytest.warns(AnomalyWarning):
-        trained(model, optimizer, monitor, 4, bad=15)
-    monitor._to_act_on += monitor.findings  # as an interrupt leaves them
+    monitor.batch(torch.full((4, 8), math.nan))  # so that there are two errors, of which one waits
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, optimizer, monitor, 4, bad=13)
     monitor.load_state_dict(state)
     assert monitor.latest() is None
     assert monitor.findings == []
@@ -647,14 +653,15 @@ def test_a_loss_scale_of_zero_loses_no_step() -> None:
 
 def test_a_batch_is_measured_as_often_as_asked_and_kept_for_a_replay_anyway() -> None:
     for period, steps in ((1, [0, 1, 2, 3]), (2, [0, 2]), (0, [])):
-        model, optimizer, monitor = made(watch={"batch": period}, replay=True)
+        _, _, monitor = made(watch={"batch": period}, replay=True)
         for _ in range(4):
             batch = torch.randn(4, 8)
             monitor.batch(batch)
-            trained(model, optimizer, monitor, 1)
-        table = monitor.recording().tables.get("batch")
+            monitor.step(1.0)
+        table, given = monitor.recording().tables.get("batch"), []
         assert ([] if table is None else table.steps.tolist()) == steps
-        assert monitor._replayer._batch is batch
+        monitor.replay(lambda batch: given.append(batch))  # noqa: B023
+        assert given[0] is batch
 
 
 def interrupt(_monitor: gradstat.Monitor, finding: Finding) -> None:

@@ -88,7 +88,6 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
         model(torch.full((4, 6), math.nan)).sum().backward()
         dropped.step()
     assert [finding.step for finding in dropped.findings if finding.rule == "nonfinite-rank"] == [0]
-    assert [seen.origin is None for seen in [dropped._log.newest] if seen is not None] == [True]
     del dropped
     gc.collect()
     gradstat.Monitor(model, watch={"origin": 1}).detach()
