@@ -13,12 +13,8 @@ from detection_tools import GOLDEN, AutoTrainer, Lightning, SixSigma, Step, TenT
 
 
 def number_of(what: str, subject: str, when: str) -> int:
-    (number,) = [
-        number
-        for number, case in enumerate(all_cases())
-        if (case.what, case.subject, case.when) == (what, subject, when)
-    ]
-    return number
+    wanted = (what, subject, when)
+    return [(case.what, case.subject, case.when) for case in all_cases()].index(wanted)
 
 
 def arm(*flags: Flag, loss: float = 1.0, steps: int = 300) -> Arm:
@@ -30,29 +26,29 @@ def case() -> Case:
     return all_cases()[number_of("NaN in one batch", "MLP", "mid-run")]
 
 
-def test_a_fault_is_run_with_its_twin_and_found() -> None:
-    number = number_of("NaN in one batch", "MLP", "from step 0")
-    (verdict,) = detection.measure([number], [0], 1, steps=12)
-    assert verdict.status == "harmful"
-    assert math.isinf(verdict.harms[0])
-    ((first, *_),) = verdict.hits("gradstat")
+def test_a_fault_is_run_with_its_twin_and_found_also_by_golden_runs() -> None:
+    numbers = [number_of(what, "MLP", "from step 0") for what in ("NaN in one batch", "learning rate 1")]
+    nan, rate = detection.measure(numbers, [0], 1, steps=12)
+    assert nan.status == "harmful"
+    assert math.isinf(nan.harms[0])
+    ((first, *_),) = nan.hits("gradstat")
     assert (first.noticed, first.step) == (0, 0)
-    assert "hit 1/1  delay 0" in line(verdict, "gradstat")
-    ((broken, twin),) = verdict.arms
-    assert len(broken.losses) == len(twin.losses) == 12
-    assert not twin.flags["gradstat"]
-
-
-def test_faults_from_step_0_are_compared_with_golden_runs() -> None:
-    numbers = [number_of(what, "MLP", "from step 0") for what in ("learning rate 1", "logits times 1,000")]
-    verdicts = list(detection.measure(numbers, [0], 1, steps=12))
-    for verdict, place in zip(verdicts, ("lr", "batch[1]\nloss"), strict=True):
-        ((flag,),) = verdict.hits(GOLDEN)
-        assert (flag.name, flag.noticed) == (place, 0)
-        assert is_right(verdict.case, flag)
-        ((broken, twin),) = verdict.arms
+    assert "hit 1/1  delay 0" in line(nan, "gradstat")
+    ((flag,),) = rate.hits(GOLDEN)
+    assert (flag.name, flag.noticed) == ("lr", 0)
+    assert is_right(rate.case, flag)
+    for broken, twin in (*nan.arms, *rate.arms):
+        assert len(broken.losses) == len(twin.losses) == 12
+        assert twin.flags["gradstat"] == twin.flags[GOLDEN] == []
         assert broken.recording is twin.recording is None
-        assert twin.flags[GOLDEN] == []
+
+
+def test_silent_errors_run_on_two_ranks() -> None:
+    number = number_of("every other step through the unwrapped module", "MLP, DDP on 2 ranks", "from step 0")
+    (verdict,) = detection.measure([number], [0], 1, steps=6)
+    ((broken, twin),) = verdict.arms
+    assert broken.losses[:1] == twin.losses[:1]
+    assert broken.norms[1] != twin.norms[1]
 
 
 def test_a_hit_is_new_and_follows_the_fault_soon(case: Case) -> None:
@@ -80,60 +76,40 @@ def test_a_case_counts_if_it_does_harm_with_every_seed(case: Case) -> None:
     assert status((Arm(raised="IndexError"), healthy)) == "raises"
 
 
-def steps_of(
-    losses: list[float], norms: list[float] | None = None, accuracies: list[float] | None = None
-) -> list[Step]:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+RISING, SWINGING = [0.5 + step / 250 for step in range(100)], [0.75 + 0.1 * (step // 10 % 2) for step in range(100)]
+NOISY = [1.0 + 0.01 * (number % 3) for number in range(140)]
+
+
+@pytest.mark.parametrize(
+    ("tool", "losses", "others", "expected"),
+    [
+        (SixSigma, [*NOISY[:127], 9.0], {}, []),  # it needs 128 steps
+        (SixSigma, [*NOISY[:128], 9.0], {}, [(128, "six-sigma", "loss")]),
+        (SixSigma, NOISY, {"norm": [*NOISY[:130], 9.0, *NOISY[131:]]}, [(130, "six-sigma", "norm")]),
+        (TenTimes, [1.0, math.nan], {}, [(1, "not-finite", "loss")]),
+        (TenTimes, [*[1.0] * 99, 10.0, 99.0], {}, []),  # 10 is the largest of the first 100
+        (TenTimes, [*[1.0] * 100, 10.0], {}, [(100, "ten-times", "loss")]),
+        (Lightning, [*[1.0] * 12, 3.1], {}, [(12, "spike", "loss")]),
+        (Lightning, [*[1.0] * 12, 2.9], {}, []),
+        (Lightning, [*[1.0] * 12, math.inf], {}, [(12, "not-finite", "loss")]),
+        (AutoTrainer, [1.0] * 100, {"accuracy": RISING}, []),
+        (AutoTrainer, [1.0] * 90, {}, [(89, "not-converging", "accuracy")]),
+        (AutoTrainer, [1.0] * 90, {"accuracy": SWINGING}, [(89, "unstable", "accuracy")]),
+        (AutoTrainer, [1.0] * 90, {"gradient": 0.0}, [(89, "relu", "gradients")]),
+        (AutoTrainer, [math.nan] * 10, {}, [(9, "explode", "loss")]),
+    ],
+)
+def test_other_tools_find_what_they_are_described_to_find(
+    tool: type[Tool], losses: list[float], others: dict[str, Any], expected: list[tuple[int, str, str]]
+) -> None:
+    model, watching = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), tool()
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.full_like(parameter, others.get("gradient", 1.0))
     training: Any = SimpleNamespace(model=model)
-    norms, accuracies = norms or [1.0] * len(losses), accuracies or [0.5] * len(losses)
-    return [
-        Step(number, training, loss, torch.tensor(loss), norms[number], accuracies[number])
-        for number, loss in enumerate(losses)
-    ]
-
-
-def flagged(tool: Tool, steps: list[Step]) -> list[tuple[int, str, str]]:
-    return [found for step in steps for found in tool.step(step)]
-
-
-def test_six_sigma_needs_128_steps_and_takes_loss_or_norm() -> None:
-    noisy = [1.0 + 0.01 * (number % 3) for number in range(140)]
-    assert not flagged(SixSigma(), steps_of([*noisy[:127], 9.0]))
-    assert flagged(SixSigma(), steps_of([*noisy[:128], 9.0])) == [(128, "six-sigma", "loss")]
-    norms = [*noisy[:130], 9.0, *noisy[131:]]
-    assert flagged(SixSigma(), steps_of(noisy, norms)) == [(130, "six-sigma", "norm")]
-
-
-def test_ten_times_compares_with_the_largest_of_the_first_100() -> None:
-    assert flagged(TenTimes(), steps_of([1.0, math.nan])) == [(1, "not-finite", "loss")]
-    assert not flagged(TenTimes(), steps_of([1.0] * 99 + [10.0, 99.0]))
-    assert flagged(TenTimes(), steps_of([1.0] * 100 + [10.0])) == [(100, "ten-times", "loss")]
-
-
-def test_lightning_compares_with_the_mean_of_ten_steps() -> None:
-    losses = [1.0] * 12
-    assert flagged(Lightning(), steps_of([*losses, 3.1])) == [(12, "spike", "loss")]
-    assert not flagged(Lightning(), steps_of([*losses, 2.9]))
-    assert flagged(Lightning(), steps_of([*losses, math.inf])) == [(12, "not-finite", "loss")]
-
-
-def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
-    def rules(steps: list[Step]) -> set[str]:
-        return {rule for _, rule, _ in flagged(AutoTrainer(), steps)}
-
-    losses = [1.0] * 100
-    rising = [0.5 + step / 250 for step in range(100)]
-    assert rules(steps_of(losses)) == {"not-converging"}
-    assert not rules(steps_of(losses, accuracies=rising))
-    swinging = [0.75 + 0.1 * (step // 10 % 2) for step in range(100)]
-    assert rules(steps_of(losses, accuracies=swinging)) == {"unstable"}
-    dead = steps_of(losses)
-    for parameter in dead[0].training.model.parameters():
-        parameter.grad.zero_()
-    assert rules(dead) == {"relu"}
-    assert rules(steps_of([*losses, *[math.nan] * 10])) >= {"explode"}
+    norms, accuracies = others.get("norm", [1.0] * len(losses)), others.get("accuracy", [0.5] * len(losses))
+    given = enumerate(zip(losses, norms, accuracies, strict=False))
+    steps = [Step(i, training, loss, torch.tensor(loss), norm, share) for i, (loss, norm, share) in given]
+    assert [found for step in steps for found in watching.step(step)] == expected
 
 
 @pytest.mark.parametrize(
@@ -143,11 +119,3 @@ def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
 )  # fmt: skip
 def test_a_program_diverges_if_it_ends_well_above_its_beginning(first: float, last: float, diverged: bool) -> None:
     assert has_diverged(first, last) == diverged
-
-
-def test_silent_errors_run_on_two_ranks() -> None:
-    number = number_of("every other step through the unwrapped module", "MLP, DDP on 2 ranks", "from step 0")
-    (verdict,) = detection.measure([number], [0], 1, steps=6)
-    ((broken, twin),) = verdict.arms
-    assert broken.losses[:1] == twin.losses[:1]
-    assert broken.norms[1] != twin.norms[1]

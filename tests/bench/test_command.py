@@ -1,0 +1,306 @@
+"""`gradstat bench` on a user's model: what it measures and says, and what it refuses to measure."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+import gradstat
+from gradstat.__main__ import main
+from gradstat.bench import command, machine, steps, timing
+from gradstat.bench.memory import peak_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+HERE = "gradstat.bench.command:made_here"
+FILES = {
+    "bench_these": """
+import torch
+from torch import nn
+
+def factory():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    return model, lambda: model(x).square().mean()
+
+constant = 3
+""",
+    "bench_broken": "import torch, no_such_package\n",
+    "bench_raises": "raise OSError('disk on fire')\n",
+}
+
+
+@pytest.fixture
+def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("_factories")
+def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    arguments = "--model bench_these:factory --rounds 3 --device cpu --threads 1 --optimizer sgd --json out.json"
+    program = [sys.executable, "-W", "error", "-m", "gradstat", "bench", *arguments.split()]
+    result = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "90 trained parameters in 4 tensors of float32; optimizer sgd" in result.stdout
+    assert "Added to a step: gradstat.check " in result.stdout.splitlines()[-2]
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["parameters"], written["threads"]) == (90, 1)
+    plain, *_ = variants = written["variants"]
+    assert [variant["name"] for variant in variants] == [variant.name for variant in steps.variants(CPU)]
+    assert all(variant["name"] in result.stdout for variant in variants)
+    assert all(0 < v["seconds"]["low"] <= v["seconds"]["median"] <= v["seconds"]["high"] for v in variants)
+    assert plain["ratio"]["median"] == 1
+    assert plain["extra_bytes"] == {"low": 0, "median": 0, "high": 0}
+
+
+@pytest.mark.usefixtures("_factories")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--rounds 0", "--rounds must be at least 1"),
+        ("--threads 0", "--threads must be at least 1"),
+        ("--device nonsense", "--device nonsense"),
+        ("--device meta", "expected a cpu or cuda device"),
+        ("--json no/such/folder/x.json", "there is no folder"),
+        ("bench_these", "expected MODULE:FACTORY"),
+        ("no_such_module:f", "no module 'no_such_module' in the current folder or the environment"),
+        ("bench_broken:f", "importing bench_broken failed: No module named 'no_such_package'"),
+        ("bench_raises:f", "disk on fire"),
+        ("bench_these:missing", "bench_these has no missing"),
+        ("bench_these:constant", "constant is a int, not a function"),
+    ],
+)
+def test_what_cannot_be_measured_is_explained(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments.split() if arguments.startswith("--") else ["--model", arguments]
+    assert main(["bench", "--rounds", "1", "--device", "cpu", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def with_loss(loss_of: Callable[[torch.Tensor], object]) -> tuple[nn.Module, Callable[[], object]]:
+    model = nn.Linear(2, 2)
+    return model, lambda: loss_of(model(torch.ones(3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda: nn.Linear(2, 2), "returned a module alone; return (model, batch) or (model, loss)"),
+        (lambda: (nn.Linear(2, 2), 1, 2), "got a tuple of 3"),
+        (lambda: None, "got a NoneType"),
+        (lambda: with_loss(lambda output: output), "shape (3, 2); reduce it"),
+        (lambda: with_loss(lambda output: output.sum().detach()), "the loss has no graph"),
+        (lambda: with_loss(lambda _: torch.ones(2, requires_grad=True).sum()), "no parameter of the model has a grad"),
+        (lambda: with_loss(lambda _: 1.0), "the loss must be a tensor, not a float"),
+        (lambda: with_loss(lambda output: (output * math.inf).sum()), "gradients are not finite"),
+        (lambda: (nn.Linear(2, 2), torch.ones(3, 5)), "the forward pass raised"),
+    ],
+)
+def test_a_factory_that_makes_no_step_is_explained(
+    factory: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "made_here", factory, raising=False)
+    assert main(["bench", "--rounds", "1", "--device", "cpu", "--model", HERE]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "command.py" not in printed
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "told"),
+    [
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (FileNotFoundError(2, "No such file", "a\nb"), 2, "gradstat bench: a\\nb: No such file\n"),
+        (ImportError("no plotly"), 2, "gradstat bench: no plotly\n"),
+        (TypeError("a defect"), None, ""),
+    ],
+)
+def test_what_ends_a_command_is_one_line_unless_it_is_a_defect(
+    raised: BaseException, status: int | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(gradstat.bench, "main", Mock(side_effect=raised))
+    if status is None:
+        with pytest.raises(TypeError):
+            main(["bench"])
+    else:
+        assert main(["bench"]) == status
+    assert capsys.readouterr().err == told
+
+
+class Output(dict[str, Any]):
+    @property
+    def loss(self) -> torch.Tensor:
+        return self["inner"].sum()
+
+
+class Echo(nn.Module):
+    """Returns the sum of its weight, in a given form."""
+
+    def __init__(self, form: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.form = form
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> object:
+        return self.form(self.weight * x * (1 if y is None else y))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "expected"),
+    [
+        (dict, lambda t: t, 3.0),
+        (UserDict, lambda t: (t, "state"), 3.0),
+        (lambda batch: tuple(batch.values()), lambda t: {"loss": t.sum()}, 6.0),
+        (lambda batch: batch["x"] * 2, lambda t: Output(inner=t), 6.0),
+    ],
+)
+def test_a_batch_on_the_device_becomes_a_loss(
+    kind: Any, form: Callable[[torch.Tensor], object], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = kind({"x": torch.full((2,), 1.5), "y": torch.full((2,), 2.0)})
+    monkeypatch.setattr(command, "made_here", lambda: (Echo(form), batch), raising=False)
+    for device in (CPU, torch.device("meta")):
+        _, loss = command.load(HERE, device)
+        assert loss().device.type == device.type
+        assert device.type == "meta" or loss().item() == expected
+
+
+def tiny_step() -> steps.Step:
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=steps.LEARNING_RATE)
+    return steps.Step(model, lambda: model(x).square().sum(), optimizer, CPU)
+
+
+def test_a_variant_that_raises_is_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    # NaN inside the backward pass, repaired before it reaches the parameter: only detect_anomaly raises.
+    model, x = nn.Linear(3, 2), torch.zeros(5, 3)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g.nan_to_num(1.0))
+    step = steps.Step(model, lambda: (model(x) * 0).sqrt().sum(), torch.optim.SGD(model.parameters(), lr=1e-9), CPU)
+    names = [variant.name for variant in command._runnable_variants(step, "here")]
+    assert names == [v.name for v in steps.variants(CPU) if v.name != steps.ANOMALY]
+    assert not torch.is_anomaly_enabled()
+    assert "left out: detect_anomaly, since it raised RuntimeError" in capsys.readouterr().err
+
+
+def test_a_step_whose_parts_disagree_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps.verify(tiny_step())
+    monkeypatch.setattr(steps, "naive_loop", lambda gradients: (0, 1.0, 0.0, 0.0))
+    with pytest.raises(steps.WrongAnswerError, match="naive"):
+        steps.verify(tiny_step())
+
+
+def test_costs_hold_every_variant() -> None:
+    progress = Mock()
+    measured = steps.costs(tiny_step(), 2, progress=progress)
+    assert progress.call_count == steps.WARMUP + 2
+    assert [cost.name for cost in measured] == [v.name for v in steps.variants(CPU)]
+    plain, check, *_, anomaly = measured
+    assert plain.ratio == (1, 1, 1)
+    assert 0 < check.inside.median < check.seconds.median
+    assert check.added(plain).median == check.inside.median / plain.seconds.median
+    assert check.added(plain).low == check.inside.low / plain.seconds.high
+    assert anomaly.inside is None
+    assert anomaly.added(plain).median == anomaly.ratio.median - 1
+    assert anomaly.extra_bytes.low > 1000  # its stack traces
+    assert "detect_anomaly" in steps.table(measured)
+
+
+def test_a_block_of_steps_ends_with_one_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setitem(steps.BLOCK, "cpu", 3)
+    monkeypatch.setattr(timing, "synchronize", lambda device: events.append("sync"))
+    step, own = tiny_step(), tiny_step()
+    monkeypatch.setattr(step.optimizer, "step", lambda: events.append("step"))
+    variants = [
+        steps.Variant("plain", lambda step, loss: events.append("plain")),
+        steps.Variant("own", lambda step, loss: events.append("own" if step is own else "other"), own=own),
+        steps.Variant("taken", lambda step, loss: events.append("taken"), takes_step=True),
+    ]
+    plain, attached, taken = steps.costs(step, 2, compared=variants)
+    timed = [" ".join(some) for is_sync, some in itertools.groupby(events, "sync".__eq__) if not is_sync]
+    for block in ("plain step plain step plain step", "own own own", "taken taken taken"):
+        assert timed.count(block) == 2 + steps.WARMUP
+    assert plain.inside.median < plain.seconds.median
+    assert attached.inside is None is taken.inside
+
+
+def test_processors_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model_name, expected in (
+        ("AMD EPYC", "AMD EPYC (family 26 model 2)"),
+        ("Intel(R) Xeon(R) Processor @ 2.60GHz", "Intel(R) Xeon(R) Processor @ 2.60GHz (family 26 model 2)"),
+        ("AMD EPYC 9654 96-Core Processor", "AMD EPYC 9654 96-Core Processor"),
+    ):
+        cpuinfo = f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: {model_name}\nstepping\t: 1\n"
+        monkeypatch.setattr(Path, "read_text", lambda _, cpuinfo=cpuinfo: cpuinfo)
+        assert machine.device_name.__wrapped__(CPU) == expected
+
+
+def test_turns_are_taken_and_end_with_the_budget() -> None:
+    called: list[str] = []
+    calls = {name: (lambda n=name: called.append(n)) for name in "abc"}
+    samples = timing.interleaved(calls, 5, 2, before=lambda name: called.append(f"before {name}"))
+    order = called[1::2]
+    assert called[::2] == [f"before {name}" for name in order]
+    turns = [order[i : i + 3] for i in range(0, 21, 3)]
+    assert len(order) == 21
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len({tuple(turn) for turn in turns}) > 1
+    assert all(len(sample) == 5 for sample in samples.values())
+    for budget, rounds in ((0.0, 3), (math.inf, 9)):
+        assert {len(seconds) for seconds in timing.interleaved(calls, 9, budget=budget).values()} == {rounds}
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    assert timing.ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == (2, 2, 2)
+    assert timing.quartiles([3.0]) == (3, 3, 3)
+    assert timing.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
+
+
+def test_the_conclusion_of_a_noisy_measurement_is_that_it_is_noisy() -> None:
+    def cost(name: str, seconds: float, ratio: tuple[float, ...], inside: tuple[float, ...] | None) -> steps.Cost:
+        call = None if inside is None else timing.Quartiles(*inside)
+        none = timing.Quartiles(0, 0, 0)
+        return steps.Cost(name, timing.Quartiles(*[seconds] * 3), timing.Quartiles(*ratio), call, none)
+
+    plain = cost(steps.PLAIN, 0.1, (1, 1, 1), (0, 0, 0))
+    clear = cost(steps.CHECK, 0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011))
+    noisy = cost(steps.CHECK, 0.2, (0.56, 0.87, 1.78), (0, 0.002, 0.0031))
+    anomaly = cost(steps.ANOMALY, 0.2, (0.56, 0.87, 1.78), None)
+    assert command.conclusion([plain, clear]) == "Added to a step: gradstat.check 1.0 %."
+    assert command.conclusion([plain, noisy, anomaly]) == (
+        f"Added to a step: gradstat.check {timing.NOISE} (0.0 % to 3.1 %), "
+        f"detect_anomaly {timing.NOISE} (-44.0 % to 78.0 %)."
+    )
+    unsteady = dataclasses.replace(plain, seconds=timing.Quartiles(0.01, 0.1, 0.3))
+    assert timing.NOISE in command.conclusion([unsteady, clear])
+    lines = steps.table([unsteady, clear, dataclasses.replace(noisy, name=steps.TORCH_CLIP_CHECKED)]).splitlines()
+    assert [line.count("noise") for line in lines] == [0, 1, 0, 2]
+    assert not timing.Quartiles(1.38, 1.42, 1.42).is_noise(1.0)
+    assert timing.Quartiles(0.38, 0.42, 0.42).is_noise(1.0)  # what is added makes no step faster
+
+
+def test_peak_memory_is_exact() -> None:
+    def call() -> None:
+        for size in (1 << 20, 1 << 19):
+            made = torch.empty(size, dtype=torch.uint8)
+            del made
+
+    assert 1 << 20 <= peak_bytes(call, CPU) < (1 << 20) + 10_000
+    assert 1 << 20 <= peak_bytes(lambda: bytearray(1 << 20), CPU) < (1 << 20) + 10_000
