@@ -183,8 +183,7 @@ def merge(folder: Path, results: Path = ROOT / "benchmarks" / "results") -> list
     with tempfile.TemporaryDirectory() as unpacked:
         for archive in folder.rglob("*.zip"):
             zipfile.ZipFile(archive).extractall(Path(unpacked, archive.name))
-        paths = [path for at in (folder, Path(unpacked)) for path in sorted(at.rglob("*.jsonl"))]
-        found = [(path.stem, rows.read(path)) for path in paths]
+        found = [(path.stem, rows.read(path)) for at in (folder, Path(unpacked)) for path in at.rglob("*.jsonl")]
     if not any(listed for _, listed in found):
         sys.exit(f"expected rows (*.jsonl, or in *.zip) below {folder}, got none; pass the folder given to --results")
     if rehearsed := [row.device for _, listed in found for row in listed if not row.driver]:
@@ -213,12 +212,14 @@ def install(root: Path = ROOT) -> bool:
         SystemExit: They were compiled from other sources.
     """
     made = root / "gpu-bundle" / "sources.txt"
-    if made.exists() and made.read_text() != hash_of_sources(root):
+    if not made.exists():
+        return False
+    if made.read_text() != hash_of_sources(root):
         sys.exit("gpu-bundle/ was compiled from other sources; rebuild it (`make gpu-bundle`), or delete it and build")
     for library in made.parent.glob("*.so"):
         # Replaced by a rename, since a running program may have the old file mapped.
         os.replace(shutil.copyfile(library, root / "gradstat" / "library.new"), root / "gradstat" / library.name)
-    return made.exists()
+    return True
 
 
 def hash_of_sources(root: Path) -> str:

@@ -82,25 +82,21 @@ def test_rows_that_came_back_are_merged_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", ["csrc/stats_cuda.cu", "setup.py", "gradstat/_fields.py", None])
 def test_a_bundle_replaces_the_libraries_unless_it_is_of_other_sources(changed: str | None, tmp_path: Path) -> None:
-    shutil.copytree(gpu.ROOT / "csrc", tmp_path / "csrc")
-    for folder in ("gradstat", "gpu-bundle"):
-        (tmp_path / folder).mkdir()
-    for name in ("setup.py", "gradstat/_fields.py"):
-        shutil.copy(gpu.ROOT / name, tmp_path / name)
+    sources = ["csrc/stat.h", "csrc/stats_cuda.cu", "setup.py", "gradstat/_fields.py"]
+    for name in [*sources, "gradstat/_C.abi3.so", "gpu-bundle/_C.abi3.so"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
     library = tmp_path / "gradstat" / "_C.abi3.so"
-    library.write_bytes(b"an older one")
     assert not gpu.install(tmp_path)
-    (tmp_path / "gpu-bundle" / "_C.abi3.so").write_bytes(b"a new one")
     (tmp_path / "gpu-bundle" / "sources.txt").write_text(gpu.hash_of_sources(tmp_path))
     if changed is None:
         assert gpu.install(tmp_path)
-        assert library.read_bytes() == b"a new one"
+        assert library.read_text() == "gpu-bundle/_C.abi3.so"
         return
-    with (tmp_path / changed).open("a") as file:
-        file.write("\n")
+    (tmp_path / changed).write_text("changed")
     with pytest.raises(SystemExit, match=r"compiled from other sources; rebuild it \(`make gpu-bundle`\)"):
         gpu.install(tmp_path)
-    assert library.read_bytes() == b"an older one"
+    assert library.read_text() == "gradstat/_C.abi3.so"
 
 
 # The calls that compute-sanitizer watches (tools/gpu_gates/short_set.py). Not in Triton's interpreter, which would take
