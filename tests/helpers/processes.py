@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# A program takes a few seconds, mostly to import torch. After this time it is assumed to hang.
-SECONDS = 120
+# A program takes seconds, and on a machine with much else to do minutes. After this time it is assumed to hang.
+SECONDS = 600
 
 
 def run(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -728,10 +728,13 @@ def test_a_diagnosis_of_no_step_is_not_ok_and_says_why() -> None:
     assert "step() of the watched AdamW has not been called; steps of AdamW, with other parameters" in told
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+WASTING = ("none", "other layer", "evaluation", "not zeroed", "another", "by hand", "skipped")
+
+
 @pytest.mark.parametrize("steps", [0, 7])
-@pytest.mark.parametrize("way", ["none", "other layer", "evaluation", "not zeroed", "another", "by hand", "skipped"])
-def test_gradients_that_no_step_uses_are_told_once(way: str, steps: int, set_to_none: bool) -> None:
+@pytest.mark.parametrize("way", WASTING)
+def test_gradients_that_no_step_uses_are_told_once(way: str, steps: int) -> None:
+    set_to_none = (WASTING.index(way) + steps) % 2 == 0  # each value with every way and number of steps
     model, optimizer = made(lr=1e-3)
     another, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=1.0)
     handle = gradstat.auto(model, optimizer, on_anomaly="record")
@@ -763,7 +766,7 @@ def test_gradients_that_no_step_uses_are_told_once(way: str, steps: int, set_to_
 def test_gradients_may_be_taken_of_each_sample(samples: int, is_told: bool) -> None:
     model, optimizer = made(lr=1e-3)
     handle = gradstat.auto(model, optimizer, on_anomaly="record")
-    for _ in range(3):
+    for _ in range(2):
         for _ in range(samples):
             optimizer.zero_grad()
             model(torch.randn(1, 4)).square().mean().backward()

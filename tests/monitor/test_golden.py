@@ -103,13 +103,11 @@ def test_few_healthy_runs_are_called_unlike(runs: int) -> None:
 
 
 def test_a_tensor_that_hardly_varies_has_a_narrower_interval_than_one_that_varies(golden: Golden) -> None:
-    comparison = golden.compare(run(50))
-    half = golden._intervals["gradient", "norm"].half
-    width = np.random.default_rng(0)
-    width.normal(size=len(NAMES))
-    varies = width.gamma(3, 1 / 3, len(NAMES))
-    assert np.corrcoef(np.log(varies), np.log(half[6]))[0, 1] > 0.6
-    assert comparison.ok
+    rng = np.random.default_rng(0)  # as `series` draws them
+    rng.normal(size=len(NAMES))
+    varies = rng.gamma(3, 1 / 3, len(NAMES))
+    for j, is_ok in ((varies.argmin(), False), (varies.argmax(), True)):
+        assert golden.compare(changed(4.0, ALL, NAMES[j])).ok == is_ok
 
 
 # What is found -----------------------------------------------------------------------------------------------------
@@ -496,7 +494,6 @@ def sharded(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("wrap", [sharded, DistributedDataParallel])
 def test_a_run_on_two_ranks_is_like_golden_runs_on_one(ranks: Ranks, wrap: Any) -> None:
     golden = Golden.of([train(seed) for seed in range(1, 6)])
-    assert np.isfinite(golden._intervals["gradient", "norm"].mean).all()
     own = train(50).tables["gradient"].column("l2_norm")
     for made in ranks.run(2, train, 50, 40, 1e-2, wrap):
         comparison = golden.compare(made)
