@@ -98,7 +98,7 @@ bench-frameworks: $(VENV)/.for-test $(BUILT) ## Time the integrations and what t
 # JOBS: processes.
 bench-detection: $(VENV)/.for-test $(BUILT) ## Break small trainings on purpose and count what the monitor and other tools find; record it (JOBS=1: about an hour)
 	$(BIN)/python -m pip install --quiet --no-deps defaultplusplus==0.4.1
-	$(BIN)/python benchmarks/detection.py --half figures --healthy --time 300 --jobs $(or $(JOBS),1) --record
+	$(BIN)/python benchmarks/detection.py --jobs $(or $(JOBS),1) --record
 	$(BIN)/python benchmarks/render.py --write
 
 numerics: $(VENV)/.for-test $(BUILT) ## Compare norms of 100,000 vectors of every dtype with exact ones, by gradstat, torch and numpy

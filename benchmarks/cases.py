@@ -123,11 +123,6 @@ class Input:
     restore: Callable[[], None] = lambda: None
 
     @property
-    def max_norm(self) -> float:
-        """The norm of the gradients; clips are given multiples of it."""
-        return self.facts.norm
-
-    @property
     def bytes(self) -> int:
         return sum(g.numel() * g.element_size() for g in self.gradients)
 
@@ -292,7 +287,7 @@ def _clip(name: str, share: float, clip: Callable[[list[nn.Parameter], float], T
     """A clip to ``share`` times the gradients' norm."""
 
     def run(given: Input) -> Tensor:
-        return clip(given.parameters, share * given.max_norm)
+        return clip(given.parameters, share * given.facts.norm)
 
     def read(norm: Tensor) -> dict[str, float]:
         return {"norm": float(norm)}

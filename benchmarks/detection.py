@@ -1,8 +1,8 @@
 """Measures how well gradstat's monitor, with default options, and other tools detect faults put into trainings.
 
 ``python benchmarks/detection.py --set mistakes --seeds 0 1`` runs one set and prints a line per fault. The sets, what
-counts as a hit, and the halves for tuning and for figures are explained in docs/detection.md. ``--record`` appends
-rows to ``benchmarks/results/<device>/detection.jsonl``.
+counts as a hit, and the halves for tuning and for figures are explained in docs/detection.md. ``--record`` runs the
+half for figures, healthy trainings and a clock, and appends rows to ``benchmarks/results/<device>/detection.jsonl``.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def program_rows(runs: Sequence[ProgramRun]) -> list[Row]:
     return rows_of_values(detection_tables.HEALTHY, "public programs", Gradstat.name, values)
 
 
-def time_rows(rounds: int) -> list[Row]:
+def time_rows(rounds: int = 300) -> list[Row]:
     """Rows about the time of a step alone and with each tool, measured in turns."""
     made = []
     for subject in (subject for subject in SUBJECTS if subject.half == "figures"):
@@ -244,30 +244,28 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the five of the half)")
     parser.add_argument("--only", default="", help="only faults and subjects that match this regular expression")
     parser.add_argument("--healthy", action="store_true", help="also run the healthy trainings of the tests")
-    parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="also time so many steps with each tool")
     arguments = parser.parse_args()
     if "operators" in arguments.set and not detection_published.HAS_OPERATORS:
         parser.error(
             "the operators need the packages defaultplusplus and transformers: install them with "
             "pip install --no-deps defaultplusplus==0.4.1 and pip install transformers, or choose other sets with --set"
         )
-    if arguments.record and arguments.half != "figures":
-        parser.error("only the half for figures is recorded: add --half figures")
+    half = "figures" if arguments.record else arguments.half
     chosen = [
         number
         for number, case in enumerate(all_cases())
         if case.set in arguments.set
-        and case.half in (arguments.half, "both")
+        and case.half in (half, "both")
         and re.search(arguments.only, f"{case.subject}: {case.what}, {case.when}")
     ]
-    seeds, verdicts = arguments.seeds or SEEDS[arguments.half], []
+    seeds, verdicts = arguments.seeds or SEEDS[half], []
     for verdict in measure(chosen, seeds, arguments.jobs, keep=arguments.keep):
         verdicts.append(verdict)
         for tool in (Gradstat.name, GOLDEN)[: 1 if verdict.case.onset else 2]:
             print(line(verdict, tool), flush=True)
     made = rows_of(verdicts)
     arms = list({id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values())
-    if arguments.healthy:
+    if arguments.record or arguments.healthy:
         numbers = [number for number, case in enumerate(all_cases()) if case.set == "healthy"]
         jobs = [(number, seed, False, HEALTHY_STEPS, None) for number in numbers for seed in seeds]
         arms += results_of(run_job, jobs, arguments.jobs)
@@ -277,8 +275,8 @@ def main() -> int:
     for arm in arms:
         for flag in arm.flags[Gradstat.name]:
             print(f"healthy: {flag}")
-    if arguments.time:
-        made += time_rows(arguments.time)
+    if arguments.record:
+        made += time_rows()
     print("\n" + detection_tables.everything(made))
     record(made, "detection", arguments)
     return 0

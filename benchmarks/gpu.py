@@ -83,13 +83,12 @@ def _sanitized(tool: str) -> Command:
 
 def commands() -> Groups:
     """All commands in the order of their worth, because time may run out. What is timed runs alone."""
-    fuzz = "{python} tools/fuzz.py --device {device} --seed 1 --tensors 50000"
     numerics = "{python} -W ignore benchmarks/numerics.py --vectors 3000 --device {device} " + _RECORDED
     ranks = "{python} -m torch.distributed.run --nproc-per-node auto benchmarks/ranks.py --rounds 10 " + _RECORDED
     side_by_side = (
         Command("tests", 130, _tests()),
         *map(_sanitized, ("memcheck", "racecheck", "initcheck", "synccheck")),
-        Command("random tensors", 130, fuzz),
+        Command("random tensors", 130, "{python} tools/fuzz.py --device {device} --seed 1 --tensors 50000"),
         Command("numerics", 130, numerics),
     )
     alone = (

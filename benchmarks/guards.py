@@ -186,17 +186,17 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int]]:
     return found
 
 
-def run_healthy(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
+def run_healthy(case: tuple[int, int]) -> dict[str, tuple[int, int, float]]:
     """For a healthy training, by guard: steps, refused steps, and the final loss minus that without a guard."""
-    number, seed, steps = case
+    number, seed = case
     torch.set_num_threads(1)
     taken = {
-        guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps))
+        guard: list(Stepper(guard).train(HEALTHY[number].training(seed, HEALTHY_STEPS), HEALTHY_STEPS))
         for guard in (NONE, *GUARDS_ON_HEALTHY)
     }
-    ends = {guard: statistics.fmean(loss for _, loss, _ in of[-max(1, steps // 10) :]) for guard, of in taken.items()}
+    ends = {guard: statistics.fmean(loss for _, loss, _ in of[-HEALTHY_STEPS // 10 :]) for guard, of in taken.items()}
     return {
-        guard: (steps, sum(is_refused for _, _, is_refused in taken[guard]), ends[guard] - ends[NONE])
+        guard: (HEALTHY_STEPS, sum(is_refused for _, _, is_refused in taken[guard]), ends[guard] - ends[NONE])
         for guard in GUARDS_ON_HEALTHY
     }
 
@@ -206,7 +206,7 @@ def measure(seeds: int, processes: int, keep: Path | None = None) -> list[Row]:
     made = []
     cases = [(model, fault, seed) for model in MODELS for fault in FAULTS for seed in range(seeds)]
     unscaled = [number for number, each in enumerate(HEALTHY) if each.training(0, 1).scaler is None]
-    healthy = [(number, seed, HEALTHY_STEPS) for number in unscaled for seed in range(max(1, seeds // 20))]
+    healthy = [(number, seed) for number in unscaled for seed in range(max(1, seeds // 20))]
     compared = list(runner.results_of(compare, cases, processes, keep))
     on_healthy = list(runner.results_of(run_healthy, healthy, processes, keep))
     for model, fault in dict.fromkeys(case[:2] for case in cases):
@@ -215,13 +215,13 @@ def measure(seeds: int, processes: int, keep: Path | None = None) -> list[Row]:
             in_time = [found[guard][0] for found in those if not math.isnan(found[guard][0])]
             changes = [found[guard][1] - found[NONE][1] for found in those]
             values = {
-                "flagged in time": statistics.fmean(in_time) if in_time else math.nan,
                 "steps until back": statistics.median(found[guard][1] for found in those),
                 "sooner": sum(change < 0 for change in changes),
                 "later": sum(change > 0 for change in changes),
             }
-            known = {metric: value for metric, value in values.items() if not math.isnan(value)}
-            made += rows_of_values(GROUP, f"{model}, {fault}", guard, known)
+            if in_time:
+                values["flagged in time"] = statistics.fmean(in_time)
+            made += rows_of_values(GROUP, f"{model}, {fault}", guard, values)
     for guard in GUARDS_ON_HEALTHY:
         steps, refused, above = zip(*(each[guard] for each in on_healthy), strict=True)
         values = {"steps": sum(steps), "refused": sum(refused), "last loss above": max(above)}

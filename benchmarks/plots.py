@@ -6,7 +6,6 @@ The same rows give the same picture.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -125,30 +124,20 @@ def growth(members: Sequence[Row], path: Path, size: str) -> None:
     times = [row for row in members if row.metric == "wall time"]
     figure, axes = _figure(8.6, 5.2)
     ax = axes.flat[0]
-    ends = []
     for name, (color, style, marker) in _LINES.items():
         line = sorted((r for r in times if r.provider == name), key=place)
         if line:
             x = [place(r) for r in line]
             low, high = [r.low or r.value for r in line], [r.high or r.value for r in line]
             ax.fill_between(x, low, high, color=color, alpha=0.18)
-            ax.plot(x, [r.value for r in line], style, color=color, marker=marker, markersize=4, linewidth=1.8)
-            ends.append((line[-1].value, name, color))
+            ax.plot(x, [r.value for r in line], style, color=color, marker=marker, markersize=4, label=name)
     limit = sorted(limits(times, "wall time").values(), key=place)
     if limit:
-        ax.plot([place(r) for r in limit], [r.value for r in limit], "--", color=_INK, linewidth=1.6)
-        ends.append((limit[-1].value, "plain read of the same bytes: the limit", _INK))
+        label_of_limit = "plain read of the same bytes: the limit"
+        ax.plot([place(r) for r in limit], [r.value for r in limit], "--", color=_INK, label=label_of_limit)
+    ax.legend(frameon=False, fontsize=9.5)
     ax.set_xscale("log")
     ax.set_yscale("log")
-    bottom, top = ax.get_ylim()
-    ends.sort()
-    left, right = (end(map(place, times)) for end in (min, max))
-    span = math.log(top / bottom)
-    heights = _spread([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
-    for (value, name, color), height in zip(ends, heights, strict=True):
-        beside = (right * (right / left) ** 0.02, bottom * math.exp(height * span))
-        ax.annotate(name, (right, value), beside, color=color, fontsize=9.5, va="center", annotation_clip=False)
-    ax.set_ylim(bottom, top)
     ax.set_xlabel(label, fontsize=10)
     ax.set_ylabel("time of a call, caches flushed", fontsize=10)
     ax.xaxis.set_major_locator(LogLocator(10))
@@ -159,18 +148,6 @@ def growth(members: Sequence[Row], path: Path, size: str) -> None:
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.grid(color=_GRID, linewidth=0.8)
     _finish(figure, f"Time against {label.split(',')[0]} (median, quartiles shaded)", members, path)
-
-
-def _spread(heights: list[float], gap: float) -> list[float]:
-    """Ascending ``heights``, moved as little as possible so that neighbours are ``gap`` apart."""
-    moved = list(heights)
-    for _ in range(200):
-        for i in range(len(moved) - 1):
-            lacking = gap - (moved[i + 1] - moved[i])
-            if lacking > 0:
-                moved[i] -= lacking / 2
-                moved[i + 1] += lacking / 2
-    return moved
 
 
 def _short_time(micro: float) -> str:

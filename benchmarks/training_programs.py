@@ -42,9 +42,6 @@ class Outcome:
         """The bytes of all parameters and buffers."""
         return [tensor.numpy().tobytes() for module in self.modules for tensor in module.state_dict().values()]
 
-    def __str__(self) -> str:
-        return "{:.3g} to {:.3g}".format(*self.ends())
-
 
 class Session:
     """A run of a program: its seed, its steps, and the calls of gradstat, which do nothing if it is not watched."""

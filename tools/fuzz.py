@@ -9,7 +9,6 @@ Batches of zero, a few or thousands of tensors are drawn from the seed and the n
 the command that repeats it.
 """
 
-import argparse
 import random
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import rows
+import tables
 from helpers.fuzz import Batch
 from helpers.fuzz_operations import OPERATIONS
 from rows import Row
@@ -83,24 +83,18 @@ def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progr
 
 def as_rows(done: Counter[str], seconds: float, device: torch.device) -> list[Row]:
     """The counts of `run` as rows: tensors by operation, number of batches, and time."""
-    found = [
-        rows.row(GROUP, operation, "gradstat", "tensors", "", float(count), device)
-        for operation, count in done.most_common()
-        if operation != "batches"
-    ]
-    found.append(rows.row(GROUP, "all operations", "gradstat", "batches", "", float(done["batches"]), device))
-    found.append(rows.row(GROUP, "all operations", "gradstat", "time", "s", seconds, device))
-    return found
+    values = [(name, "tensors", "", float(count)) for name, count in done.most_common() if name != "batches"]
+    values += [("all operations", "batches", "", float(done["batches"])), ("all operations", "time", "s", seconds)]
+    return [rows.row(GROUP, case, "gradstat", metric, unit, value, device) for case, metric, unit, value in values]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rows.parser_of(__doc__)
     parser.add_argument("--tensors", type=int, default=MILLION, help="test at least this many (default %(default)s)")
     parser.add_argument("--seed", type=int, help="random seed (default: a new one)")
     parser.add_argument("--batch", type=int, help="only this batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--apart", action="store_true", help="an allocation for each tensor, as AddressSanitizer needs")
-    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
@@ -113,13 +107,9 @@ def main() -> int:
         return 0
     started = time.monotonic()
     done = run(seed, options.tensors, options.device, options.apart, progress=True)
-    seconds = time.monotonic() - started
-    if options.record:
-        path = rows.append(as_rows(done, seconds, torch.device(options.device)), GROUP)
-        print(f"rows appended to {path}")
-    print(f"{done.pop('batches'):,} batches in {seconds:.0f} s, all correct:")
-    for operation, count in done.most_common():
-        print(f"{count:>12,} tensors through {operation}")
+    made = as_rows(done, time.monotonic() - started, torch.device(options.device))
+    print(f"none wrong:\n{tables.table_of_rows(made)}")
+    rows.record(made, GROUP, options)
     return 0
 
 

@@ -6,7 +6,6 @@ are compared with those at the end.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import os
@@ -164,17 +163,16 @@ def growth(kind: str, steps: int, warm_up: int | None = None) -> Sizes:
 
 def as_rows(kind: str, steps: int, grown: Sizes) -> list[Row]:
     """The growth in ``steps`` steps as rows."""
-    metrics = (("steps", "", steps), ("memory", "B", grown.resident), ("objects", "", grown.objects))
+    values = (("steps", steps), ("memory", grown.resident), ("objects", grown.objects), ("tensors", grown.tensors))
     return [
-        rows.row(GROUP, kind, "gradstat", metric, unit, float(value), torch.device("cpu"))
-        for metric, unit, value in (*metrics, ("tensors", "", grown.tensors))
+        rows.row(GROUP, kind, "gradstat", metric, "B" * (metric == "memory"), float(value), torch.device("cpu"))
+        for metric, value in values
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = rows.parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=10_400)  # see test_life_leaks.py
-    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()
     steps = options.steps
     torch.set_num_threads(1)  # for tensors this small, synchronizing threads costs more than it saves
@@ -188,8 +186,7 @@ def main() -> int:
     print(tables.table_of_rows(found))
     if failed:
         print(f"memory grows: {', '.join(failed)}", file=sys.stderr)
-    if options.record:
-        print(f"rows appended to {rows.append(found, GROUP)}")
+    rows.record(found, GROUP, options)
     return 1 if failed else 0
 
 

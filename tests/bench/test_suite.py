@@ -39,7 +39,7 @@ def named(providers: Any, name: str) -> Any:
         (cases.CLIPPED, lambda given: torch.tensor(given.facts.norm), "did not multiply the gradients by 0.5"),
         (
             cases.CLIP,
-            lambda given: gradstat.clip_grad_norm_(given.parameters, given.max_norm / 2),
+            lambda given: gradstat.clip_grad_norm_(given.parameters, given.facts.norm / 2),
             "did not multiply the gradients by 1.0",
         ),
     ],
