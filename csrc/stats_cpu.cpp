@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -34,8 +35,6 @@ namespace {
 
 // Bytes per block of the fast loop, small enough to stay in L1 for the rare second read.
 constexpr int64_t kBlockBytes = 8192;
-// Up to this many float8 elements a lookup per element is faster than a histogram.
-constexpr int64_t kFewFloat8 = 256;
 // Values per chunk: the unit of parallel work, and the unit of merging, which makes results reproducible.
 constexpr int64_t kChunk = 65536;
 // Bytes of work per task, and the total in bytes below which a single thread does everything. That takes 40 us,
@@ -57,34 +56,38 @@ int64_t choose_prefetch() {
 }
 const int64_t prefetch_distance = choose_prefetch();
 
-// The value of each code of a float8 type.
-struct Float8Values {
-  float value[256];
+// float8 has no vectors: with only 256 codes, tables do.
+using Float8Values = std::array<float, 256>;
 
-  explicit Float8Values(DType dtype) {
-    const KeepsDenormals kept;  // the table must not depend on the mode of the thread that makes it
-    for (int code = 0; code < 256; ++code) {
-      value[code] = float8_to_float(static_cast<uint8_t>(code), dtype);
-    }
-  }
-};
-
+// The value of each code.
 const Float8Values& float8_values(DType dtype) {
-  static const Float8Values values[] = {Float8Values(DType::kFloat8E4M3FN), Float8Values(DType::kFloat8E5M2),
-                                        Float8Values(DType::kFloat8E4M3FNUZ),
-                                        Float8Values(DType::kFloat8E5M2FNUZ)};
+  const auto make = [](DType of) {
+    const KeepsDenormals kept;  // the table must not depend on the mode of the thread that makes it
+    Float8Values values;
+    for (int code = 0; code < 256; ++code) values[code] = float8_to_float(static_cast<uint8_t>(code), of);
+    return values;
+  };
+  static const Float8Values values[] = {make(DType::kFloat8E4M3FN), make(DType::kFloat8E5M2),
+                                        make(DType::kFloat8E4M3FNUZ), make(DType::kFloat8E5M2FNUZ)};
   return values[static_cast<int>(dtype) - static_cast<int>(DType::kFloat8E4M3FN)];
 }
 
-// Exact: with only 256 codes, a histogram contains everything except positions. Several histograms are used, as
-// increments of the same counter by adjacent equal elements would depend on each other.
-void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
-  const auto* p = static_cast<const uint8_t*>(entry.data) + first;
-  const auto& values = float8_values(entry.dtype).value;
-  if (count <= kFewFloat8) {
-    for (int64_t i = 0; i < count; ++i) lift(row, static_cast<double>(first + i), values[p[i]]);
-    return;
+void scale_float8(const Entry& entry, int64_t first, int64_t count, double multiplier) {
+  auto* p = static_cast<uint8_t*>(entry.data) + first;
+  const Float8Values& values = float8_values(entry.dtype);
+  uint8_t products[256];
+  for (int code = 0; code < 256; ++code) {
+    products[code] = to_float8(values[code] * static_cast<float>(multiplier), entry.dtype);
   }
+  for (int64_t i = 0; i < count; ++i) p[i] = products[p[i]];
+}
+
+// Exact: a histogram contains everything except positions. Several histograms are used, as increments of the
+// same counter by adjacent equal elements would depend on each other.
+void read_float8(const Entry& entry, int64_t first, int64_t count, double factor, Row& row) {
+  if (factor != 1.0) scale_float8(entry, first, count, factor);
+  const auto* p = static_cast<const uint8_t*>(entry.data) + first;
+  const Float8Values& values = float8_values(entry.dtype);
   constexpr int kWays = 4;
   uint32_t histograms[kWays][256] = {};
   int64_t done = 0;
@@ -132,14 +135,12 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
 #include "stats_cpu_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(                                                                                 \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c,popcnt"))), \
-    apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,popcnt"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target( \
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c,popcnt,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,popcnt,prefer-vector-width=512")
 #endif
 #define GRADSTAT_NAMESPACE avx512
 #define GRADSTAT_VECTOR_BYTES 64
@@ -165,12 +166,11 @@ Kernels choose_kernels() {
   // Every processor with AVX2 also has F16C, which not all compilers can query.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     supported.push_back({"avx2", avx2::read, avx2::scale});
-    // Processors with VBMI2 (Ice Lake, Zen 4 and later) also have VNNI and keep their frequency with 64-byte
-    // vectors; earlier ones do not.
+    // Processors with VBMI2 (Ice Lake, Zen 4 and later) keep their frequency with 64-byte vectors; earlier ones
+    // do not.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-        __builtin_cpu_supports("avx512vnni")) {
+        __builtin_cpu_supports("avx512vbmi2")) {
       supported.push_back({"avx512", avx512::read, avx512::scale});
     }
   }
@@ -297,7 +297,8 @@ class Work {
 Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor) {
   const auto read = kernels().read;
   Work(entries).fill(table, [&](size_t tensor, int64_t first, int64_t count, Row& row) {
-    read(entries[tensor], first, count, factor, row);
+    const Entry& entry = entries[tensor];
+    (size_of(entry.dtype) == 1 ? read_float8 : read)(entry, first, count, factor, row);
   });
   Row total = identity_row();
   for (size_t i = 0; i < entries.size(); ++i) merge_into(total, table[i]);
@@ -309,7 +310,9 @@ void scale_cpu(const std::vector<Entry>& entries, const Multipliers& multipliers
   const Work work(entries);
   work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t) {
     const double multiplier = multipliers.of(tensor);
-    if (multiplier != 1.0) scale(entries[tensor], first, count, multiplier);
+    if (multiplier == 1.0) return;
+    const Entry& entry = entries[tensor];
+    (size_of(entry.dtype) == 1 ? scale_float8 : scale)(entry, first, count, multiplier);
   });
 }
 

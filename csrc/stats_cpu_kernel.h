@@ -1,7 +1,7 @@
 // The CPU inner loops for one instruction set. stats_cpu.cpp includes this file once per set and defines
 //   GRADSTAT_NAMESPACE       a separate namespace for each set
 //   GRADSTAT_VECTOR_BYTES    16, 32 or 64
-//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 also AVX-512 F/BW/VL/DQ/VBMI/VNNI
+//   GRADSTAT_X86_LEVEL       0 portable vectors, 2 AVX2 + FMA + F16C, 4 also AVX-512 F/BW/VL/DQ
 // under the matching target pragma. They are undefined at the end. Hence no include guard and no #include.
 //
 // Method. Values are read in blocks of kBlockBytes, in steps of eight vectors of float32 (or float64). Sums of
@@ -64,12 +64,10 @@ GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
   __asan_loadN(p, count * sizeof(T));  // compilers do not instrument masked loads
 #endif
 #if GRADSTAT_X86_LEVEL == 4
-  const auto loaded = static_cast<uint64_t>((uint64_t{1} << count) - 1);
+  const auto loaded = static_cast<__mmask32>((uint64_t{1} << count) - 1);
   const __m512i others = bitcast<__m512i>(V{} + fill);
-  if constexpr (sizeof(T) == 1) {
-    return bitcast<V>(_mm512_mask_loadu_epi8(others, loaded, p));
-  } else if constexpr (sizeof(T) == 2) {
-    return bitcast<V>(_mm512_mask_loadu_epi16(others, static_cast<__mmask32>(loaded), p));
+  if constexpr (sizeof(T) == 2) {
+    return bitcast<V>(_mm512_mask_loadu_epi16(others, loaded, p));
   } else if constexpr (sizeof(T) == 4) {
     return bitcast<V>(_mm512_mask_loadu_epi32(others, static_cast<__mmask16>(loaded), p));
   } else {
@@ -127,15 +125,6 @@ GRADSTAT_INLINE VShort vmax(VShort a, VShort b) {
 GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
   return bitcast<VShort>(GRADSTAT_MM(max_epu16)(bitcast<VBits>(a), bitcast<VBits>(b)));
 }
-#if GRADSTAT_X86_LEVEL == 4
-using VByte = Vector<int8_t>;
-GRADSTAT_INLINE VByte vmax(VByte a, VByte b) {
-  return bitcast<VByte>(_mm512_max_epi8(bitcast<VBits>(a), bitcast<VBits>(b)));
-}
-GRADSTAT_INLINE VByte vmax_unsigned(VByte a, VByte b) {
-  return bitcast<VByte>(_mm512_max_epu8(bitcast<VBits>(a), bitcast<VBits>(b)));
-}
-#endif
 #else
 GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
 GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
@@ -277,38 +266,32 @@ struct FloatExtremes {
   }
 };
 
-// Minimum and maximum of 8-bit or 16-bit floats, computed on their bits, which takes fewer vectors than widened
+// Minimum and maximum of 16-bit floats, computed on their bits, which takes fewer vectors than widened
 // values. As signed integers, floats from +0 up are in order, and floats from -0 down are in reverse order and
 // below all others; as unsigned integers the negative ones come last, still in reverse order. So the maximum is
 // the signed maximum, and the minimum is the unsigned maximum, unless all values have the same sign: then one
 // of the two is the signed minimum, and the values are read again for it.
 template <class Type>
 struct BitExtremes {
-  using Unsigned = typename Type::Storage;
-  using Signed = std::make_signed_t<Unsigned>;
-  using V = Vector<Signed>;
-  V signed_max = V{} + std::numeric_limits<Signed>::min();
-  V unsigned_max = {};
+  VShort signed_max = VShort{} + std::numeric_limits<int16_t>::min();
+  VShort unsigned_max = {};
 
-  GRADSTAT_INLINE void add(const Unsigned* p) {
-    for (int i = 0; i < Type::kStep; i += sizeof(V) / sizeof(Unsigned)) add_vector(p + i);
+  GRADSTAT_INLINE void add(const uint16_t* p) {
+    for (int i = 0; i < Type::kStep; i += kVectorBytes / 2) add_vector(p + i);
   }
-  GRADSTAT_INLINE void add_vector(const void* p) {
-    const V x = load<V>(p);
+  GRADSTAT_INLINE void add_vector(const uint16_t* p) {
+    const VShort x = load<VShort>(p);
     signed_max = vmax(signed_max, x);
     unsigned_max = vmax_unsigned(unsigned_max, x);
   }
-  Signed largest() const { return reduce<Signed>(signed_max, kMax); }
-  Signed smallest() const {
-    return static_cast<Signed>(reduce<Unsigned>(bitcast<Vector<Unsigned>>(unsigned_max), kMax));
-  }
-  void add_to(Row& row, const Unsigned* p, int64_t count) const {
-    const Signed high = largest(), low = smallest();
-    auto between = std::numeric_limits<Signed>::max();
+  void add_to(Row& row, const uint16_t* p, int64_t count) const {
+    const auto high = reduce<int16_t>(signed_max, kMax);
+    const auto low = static_cast<int16_t>(reduce<uint16_t>(bitcast<Vector<uint16_t>>(unsigned_max), kMax));
+    auto between = std::numeric_limits<int16_t>::max();
     if (high < 0 || low >= 0) {
-      for (int64_t i = 0; i < count; ++i) between = std::min(between, static_cast<Signed>(p[i]));
+      for (int64_t i = 0; i < count; ++i) between = std::min(between, static_cast<int16_t>(p[i]));
     }
-    const auto value = [](Signed bits) { return double{Type::to_real(static_cast<Unsigned>(bits))}; };
+    const auto value = [](int16_t bits) { return double{Type::to_real(static_cast<uint16_t>(bits))}; };
     row.min = merge::min(row.min, value(low >= 0 ? between : low));
     row.max = merge::max(row.max, value(high < 0 ? between : high));
   }
@@ -625,29 +608,6 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   }
 }
 
-void scale_float8(const Entry& entry, int64_t first, int64_t count, float multiplier) {
-  auto* p = static_cast<uint8_t*>(entry.data) + first;
-  const auto& values = float8_values(entry.dtype).value;
-  const auto scaled = [&](int code) { return to_float8(values[code] * multiplier, entry.dtype); };
-  int64_t i = 0;
-  if (count > 256) {
-    uint8_t of_code[256];
-    for (int code = 0; code < 256; ++code) of_code[code] = scaled(code);
-#if GRADSTAT_X86_LEVEL == 4
-    __m512i table[4];
-    std::memcpy(table, of_code, sizeof(table));
-    for (; i + 64 <= count; i += 64) {
-      const __m512i code = load<__m512i>(p + i);
-      store(p + i,
-            _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(table[0], code, table[1]), _mm512_movepi8_mask(code),
-                                 _mm512_permutex2var_epi8(table[2], code, table[3])));
-    }
-#endif
-    for (; i < count; ++i) p[i] = of_code[p[i]];
-  }
-  for (; i < count; ++i) p[i] = scaled(p[i]);
-}
-
 template <class Type>
 void scale_values(typename Type::Storage* p, int64_t count, double wide_multiplier) {
   using V = typename Type::V;
@@ -690,122 +650,11 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
   }
 }
 
-#if GRADSTAT_X86_LEVEL == 4
-// Exact integer sums of float8 values. In units of the smallest subnormal, a magnitude is a digit below 128
-// times a power of two, the weight of a place. Each place has a table from half of the codes (without sign) to
-// digits, which is zero for codes of other places, NaN and Inf. VNNI multiplies 64 digits by themselves, or by
-// their signs, and accumulates.
-template <DType kDType>
-struct Float8 {
-  using Storage = uint8_t;
-  static constexpr int kStep = 64;
-  static constexpr bool kHasMinusZero = !is_fnuz(kDType);
-  static constexpr int kMantissaBits = float8_mantissa(kDType);
-  static constexpr int kLowPlaces = kMantissaBits == 3 ? 2 : 3;
-  static constexpr int kPlaces = kMantissaBits == 3 ? 4 : kHasMinusZero ? 6 : 7;
-  static_assert(int64_t{127 * 127 * 4} * (kChunk / kStep) * 16 <= INT32_MAX, "sums of a chunk fit 32 bits");
-  static_assert(kBlockBytes / kStep <= 255, "counts of a block fit 8 bits");
-
-  static float to_real(uint8_t code) { return float8_values(kDType).value[code]; }
-
-  struct Digits {
-    alignas(64) uint8_t of_code[kPlaces][64] = {};
-    double weight[kPlaces];
-
-    Digits() {
-      const double unit = to_real(1);
-      int place = 0;
-      weight[0] = unit;
-      for (uint8_t code = 0; code < 128 && std::isfinite(to_real(code)); ++code) {
-        if (to_real(code) >= 128 * weight[place] || code == 64) {  // the next place starts at a power of two
-          weight[++place] = std::ldexp(double{to_real(code)}, -kMantissaBits);
-        }
-        of_code[place][code % 64] = static_cast<uint8_t>(to_real(code) / weight[place]);
-      }
-    }
-  };
-
-  // Adds `count` values at `p` to a row and returns true; returns false if there are none or any is not finite.
-  static bool add_to(Row& row, const uint8_t* p, int64_t count) {
-    if (count == 0) return false;
-    static const Digits digits;
-    const __m512i none = _mm512_setzero_si512(), one = _mm512_set1_epi8(1), minus_one = _mm512_set1_epi8(-1);
-    const __m512i magnitude_bits = _mm512_set1_epi8(0x7f), high_bit = _mm512_set1_epi8(0x40);
-    __m512i table[kPlaces], squares[kPlaces], values[kPlaces];
-#pragma GCC unroll 8
-    for (int place = 0; place < kPlaces; ++place) {
-      table[place] = load<__m512i>(digits.of_code[place]);
-      squares[place] = values[place] = none;
-    }
-    BitExtremes<Float8> extremes;
-    __m512i lowest = none;
-    int64_t zero_count = count;
-    for (int64_t i = 0; i < count;) {
-      __m512i nonzeros = none;
-      for (const int64_t end = std::min(count, i + kBlockBytes); i < end; i += kStep) {
-        __m512i code, for_extremes;
-        if (count - i >= kStep) {
-          prefetch<kStep>(p + i, prefetch_distance);
-          code = for_extremes = load<__m512i>(p + i);
-        } else {  // padded as in Pass::add_rest
-          code = bitcast<__m512i>(load_part(p + i, count - i, uint8_t{0}));
-          for_extremes = bitcast<__m512i>(load_part(p + i, count - i, p[i]));
-        }
-        const __m512i sign = _mm512_min_epi8(_mm512_max_epi8(code, minus_one), one);
-        const __mmask64 high = _mm512_test_epi8_mask(code, high_bit);
-#pragma GCC unroll 8
-        for (int place = 0; place < kPlaces; ++place) {
-          const __m512i digit =
-              _mm512_maskz_permutexvar_epi8(place < kLowPlaces ? ~high : high, code, table[place]);
-          squares[place] = _mm512_dpbusd_epi32(squares[place], digit, digit);
-          values[place] = _mm512_dpbusd_epi32(values[place], digit, sign);
-        }
-        nonzeros = _mm512_add_epi8(nonzeros, _mm512_min_epu8(_mm512_and_si512(code, magnitude_bits), one));
-        extremes.add_vector(&for_extremes);
-        if constexpr (!kHasMinusZero) lowest = _mm512_min_epi8(lowest, code);
-      }
-      zero_count -= _mm512_reduce_add_epi64(_mm512_sad_epu8(nonzeros, none));
-    }
-    // Formats without -0 use its code for NaN. In the others Inf and NaN have the largest magnitudes.
-    const auto is_finite_at = [](int8_t code) { return std::isfinite(to_real(static_cast<uint8_t>(code))); };
-    const bool is_finite = kHasMinusZero ? is_finite_at(extremes.largest()) && is_finite_at(extremes.smallest())
-                                         : reduce<int8_t>(bitcast<VByte>(lowest), kMin) != INT8_MIN;
-    if (!is_finite) return false;
-#pragma GCC unroll 8
-    for (int place = 0; place < kPlaces; ++place) {
-      const double weight = digits.weight[place];
-      row.sq_sum += _mm512_reduce_add_epi32(squares[place]) * (weight * weight);
-      row.sum += _mm512_reduce_add_epi32(values[place]) * weight;
-    }
-    row.zero_count += static_cast<double>(zero_count);
-    extremes.add_to(row, p, count);
-    return true;
-  }
-};
-#endif
-
-void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
-#if GRADSTAT_X86_LEVEL == 4
-  // Digits give the squares and the values. The histogram gives any sum, in five times the time.
-  if constexpr (sizeof(Sums<double>) == 2 * sizeof(double)) {
-    const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
-    const auto is_added = [&](auto type) { return decltype(type)::add_to(row, codes, count); };
-    const bool is_done = entry.dtype == DType::kFloat8E4M3FN     ? is_added(Float8<DType::kFloat8E4M3FN>())
-                         : entry.dtype == DType::kFloat8E5M2     ? is_added(Float8<DType::kFloat8E5M2>())
-                         : entry.dtype == DType::kFloat8E4M3FNUZ ? is_added(Float8<DType::kFloat8E4M3FNUZ>())
-                                                                 : is_added(Float8<DType::kFloat8E5M2FNUZ>());
-    if (is_done) return;
-  }
-#endif
-  count_float8(entry, first, count, row);
-}
-
-// Calls body(type, first value) and returns true; returns false for 8-bit types.
+// Calls body(type, first value).
 template <class Body>
-bool with_values(const Entry& entry, int64_t first, const Body& body) {
+void with_values(const Entry& entry, int64_t first, const Body& body) {
   const auto call = [&](auto type) {
     body(type, static_cast<typename decltype(type)::Storage*>(entry.data) + first);
-    return true;
   };
   switch (entry.dtype) {
     case DType::kFloat32:
@@ -814,30 +663,24 @@ bool with_values(const Entry& entry, int64_t first, const Body& body) {
       return call(BFloat16());
     case DType::kFloat16:
       return call(Float16());
-    case DType::kFloat64:
-      return call(Float64());
     default:
-      return false;
+      return call(Float64());
   }
 }
 
 void read(const Entry& entry, int64_t first, int64_t count, double factor, Row& row) {
-  const bool is_read = with_values(entry, first, [&](auto type, auto* values) {
+  with_values(entry, first, [&](auto type, auto* values) {
     using Type = decltype(type);
     if constexpr (!std::is_same_v<Type, BFloat16>) {
       if (entry.is_pair) return read_values<Type, true>(values, first, count, factor, row);
     }
     return read_values<Type, false>(values, first, count, factor, row);
   });
-  if (is_read) return;
-  if (factor != 1.0) scale_float8(entry, first, count, static_cast<float>(factor));
-  read_float8(entry, first, count, row);
 }
 
 void scale(const Entry& entry, int64_t first, int64_t count, double multiplier) {
-  const bool is_scaled = with_values(
-      entry, first, [&](auto type, auto* values) { scale_values<decltype(type)>(values, count, multiplier); });
-  if (!is_scaled) scale_float8(entry, first, count, static_cast<float>(multiplier));
+  with_values(entry, first,
+              [&](auto type, auto* values) { scale_values<decltype(type)>(values, count, multiplier); });
 }
 
 }  // namespace GRADSTAT_NAMESPACE

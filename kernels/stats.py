@@ -2,7 +2,8 @@
 
 Each program reads one chunk of one tensor (see _table.py). The fast path reads 16-byte vectors, in tiles, by the
 method of csrc/stats_cpu_kernel.h: a vector is summed in float32 and promoted to float64 once. A tile whose sum of
-squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly, as are incomplete steps and the ends of a tensor.
+squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly. Incomplete steps, the ends of a tensor, and float8 are only
+read exactly.
 
 Chunks of a tensor form groups. The program that finishes a group last merges the rows of its chunks, and the one that
 finishes the last group merges the rows of the groups. The merge order does not depend on which programs these are.
@@ -55,7 +56,6 @@ SQ_SUM = tl.constexpr(_fields.INDEX["sq_sum"])
 SUMMED = tl.constexpr(len(_SUMMED))
 SUM_COLUMNS = tl.constexpr(tuple(_fields.INDEX[name] for name in _SUMMED))
 SQUARES = tl.constexpr(_SUMMED.index("sq_sum"))
-SUM_DEGREES = tl.constexpr(tuple(_fields.DEGREES[_fields.INDEX[name]] for name in _SUMMED))
 
 # Chunks per group. All rows of a group are loaded at once, and so are the rows of all groups, so that merging waits
 # twice for memory, however many chunks there are.
@@ -141,8 +141,8 @@ def _add_step(even, odd, sums):
     """Adds vectors, one per row, given as their elements at even and odd positions, to the lanes' sums."""
     LANE_ROWS: tl.constexpr = even.shape[0] // LANES
     step = _merge_sums(_lift(even, even) + (even, even), _lift(odd, odd) + (odd, odd))
-    # Each term is rounded at most three times: in three additions of eight elements of 1- and 2-byte types, whose
-    # squares are exact in float32, or in its square and two additions of the four elements of float32.
+    # Each term is rounded at most three times: in three additions of eight elements of 2-byte types, whose squares are
+    # exact in float32, or in its square and two additions of the four elements of float32.
     for level in tl.static_range(1, 4):
         if 2**level <= even.shape[1]:
             evens = ()
@@ -180,70 +180,6 @@ def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: t
             counts = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
         zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (UNROLL, LANES)), axis=0)
     return sums, zeros
-
-
-@triton.jit
-def _halves(pairs):
-    """The lower and upper halves of words, read as float16 and converted to float32."""
-    low = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit
-def _read_float8_tile(address, steps, kind):
-    """_read_tile for float8, in words of four codes. Codes that would not show in the sum of squares make it NaN.
-
-    Sign and magnitude of a code are shifted to the position of float16's, which divides all numbers by the same power
-    of two.
-    """
-    WORDS: tl.constexpr = 4
-    AT_ONCE: tl.constexpr = 2
-    STEP: tl.constexpr = AT_ONCE * LANES * WORDS
-    four_three = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E4M3FNUZ)
-    ordinary = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E5M2)
-    # 2**(15 - bias), with the biases 7, 15, 8 and 16.
-    scale = tl.where(four_three, 256.0, 1.0) * tl.where(ordinary, 1.0, 0.5)
-    shift = tl.where(four_three, 1, 0)
-    magnitude = tl.where(four_three, 0x3F803F80, 0x7F007F00)
-    sums = _empty_sums(tl.float32)
-    # Zero counts of the bytes of each lane's words, packed into four bytes; and marks for bytes equal to 0x80.
-    packed_zeros = tl.zeros((LANES,), tl.int32)
-    marks = tl.zeros((AT_ONCE * LANES, 1), tl.uint32)
-    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
-    offsets = tl.arange(0, AT_ONCE * LANES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    for step in range(steps * (UNROLL // AT_ONCE)):
-        words = tl.load(pointer + step * STEP + offsets)
-        upper = words << 8
-        a, c = _halves(((upper >> shift) & magnitude) | (upper & 0x80008000))
-        b, d = _halves(((words >> shift) & magnitude) | (words & 0x80008000))
-        rows: tl.constexpr = (AT_ONCE * LANES, 2 * WORDS)
-        sums = _add_step(tl.reshape(tl.join(a, c), rows), tl.reshape(tl.join(b, d), rows), sums)
-        # Sets the top bit of each byte whose magnitude is zero.
-        zero = ((words & 0x7F7F7F7F) + 0x7F7F7F7F) ^ 0x80808080
-        counts = ((zero >> 7) & 0x01010101).to(tl.int32)
-        packed_zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (AT_ONCE, LANES)), axis=0)
-        negative = words & zero
-        e, f = _split_even_odd(negative)
-        e, f = _split_even_odd(e | f)
-        marks = marks | e | f
-    zeros = tl.zeros((LANES,), tl.int32)
-    for byte in tl.static_range(4):
-        zeros += (packed_zeros >> (8 * byte)) & 0xFF
-    # NaN in e4m3fn becomes 480, above all finite values; in the fnuz types it has the code of negative zero.
-    limit = tl.where(kind == _table.FLOAT8_E4M3FN, 1.75, INF)
-    sign = tl.where(ordinary, 0, 0x80808080)
-    marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
-    hidden = (sums[SUMMED + 1] > limit) | (sums[SUMMED] < -limit) | (marked != 0)
-    scale = tl.where(hidden, float("nan"), scale)
-    scaled = ()
-    for i in tl.static_range(SUMMED):
-        value = sums[i]
-        for degree in tl.static_range(1, 3):
-            if degree <= SUM_DEGREES[i]:
-                value = value * scale
-        scaled = scaled + (value,)
-    return scaled + (sums[SUMMED] * scale, sums[SUMMED + 1] * scale), zeros
 
 
 @triton.jit
@@ -344,6 +280,8 @@ def _read_chunk(
     # With sixteen bytes per lane, each converted to float64, too many registers would be needed.
     EXACT: tl.constexpr = 8 if VECTOR == 16 else VECTOR
     STEP_VECTORS: tl.constexpr = UNROLL * LANES
+    # Gradients are hardly ever float8, so it has no fast path.
+    MOST_STEPS: tl.constexpr = 0 if tl.uint8 == ELEMENT else STEPS_PER_TILE
     begin = address % 16 // BYTES
     end = begin + values
     aligned = address - address % 16
@@ -359,29 +297,27 @@ def _read_chunk(
     zeros = tl.zeros((LANES,), tl.int32)
 
     while vector < last_vector:
-        # A tile has at most STEPS_PER_TILE steps. What remains of the chunk after the last step is read exactly.
+        # A tile has at most MOST_STEPS steps. What remains of the chunk after the last step is read exactly.
         pointer = tl.multiple_of((aligned + vector * 16).to(tl.pointer_type(ELEMENT)), 16)
-        steps = tl.minimum((last_vector - vector) // STEP_VECTORS, STEPS_PER_TILE).to(tl.int32)
+        steps = tl.minimum((last_vector - vector) // STEP_VECTORS, MOST_STEPS).to(tl.int32)
         vectors = (steps * STEP_VECTORS).to(tl.int64)
         if steps == 0:
             vectors = last_vector - vector
         is_trusted = steps > 0
-        if tl.uint8 == ELEMENT:
-            tile_sums, tile_zeros = _read_float8_tile(aligned + vector * 16, steps, kind)
-        else:
+        if tl.uint8 != ELEMENT:
             tile_sums, tile_zeros = _read_tile(pointer, steps, VECTOR, PAIR, REAL)
-        if is_trusted:
-            squares = tl.sum(tile_sums[SQUARES])
-            if tl.float64 == REAL:
-                is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
-            else:
-                is_trusted = (squares >= SAFE_LOW) & (squares <= SAFE_HIGH)
-            if squares == 0:
-                is_trusted = tl.sum(tile_zeros) * WIDTH == vectors * VECTOR
-        if is_trusted:
-            sums = _merge_sums(sums, tile_sums)
-            zeros += tile_zeros
-        else:
+            if is_trusted:
+                squares = tl.sum(tile_sums[SQUARES])
+                if tl.float64 == REAL:
+                    is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
+                else:
+                    is_trusted = (squares >= SAFE_LOW) & (squares <= SAFE_HIGH)
+                if squares == 0:
+                    is_trusted = tl.sum(tile_zeros) * WIDTH == vectors * VECTOR
+            if is_trusted:
+                sums = _merge_sums(sums, tile_sums)
+                zeros += tile_zeros
+        if not is_trusted:
             first_index = (vector * VECTOR - begin) // WIDTH
             count = vectors.to(tl.int32) * VECTOR
             rare, sums, zeros = _read_exact(pointer, 0, count, first_index, kind, rare, sums, zeros, EXACT, PAIR, True)

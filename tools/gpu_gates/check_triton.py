@@ -57,10 +57,7 @@ GATES = (
     Gate(
         stats.stats_kernel,
         {"table": "*i64", "rows": "*fp64", "tickets": "*i32", "out": "*fp64", "tensors": "i32", "chunks": "i32"},
-        loops=(
-            (stats._read_tile, "tl.load(pointer + step * STEP + offsets)", 7 * stats.UNROLL.value),
-            (stats._read_float8_tile, "tl.load(pointer + step * STEP + offsets)", 2),
-        ),
+        loops=((stats._read_tile, "tl.load(pointer + step * STEP + offsets)", 7 * stats.UNROLL.value),),
         warps=stats.WARPS,
     ),
     Gate(
