@@ -266,10 +266,53 @@ def _read_exact(
 
 
 @triton.jit
+def _read_edges(
+    aligned, begin, end, chunk, chunk_vectors, kind, rare, sums, zeros, ELEMENT: tl.constexpr, PAIR: tl.constexpr
+):
+    """Adds the partial vectors: in the first chunk before the first whole vector, in the last after the last one."""
+    VECTOR: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
+    WIDTH: tl.constexpr = 2 if PAIR else 1
+    tail = end // VECTOR
+    is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
+    for edge in range(2):
+        is_tail = edge == 1
+        is_needed = (is_tail & is_last & (end % VECTOR != 0) & ((tail > 0) | (begin == 0))) | (
+            (edge == 0) & (chunk == 0) & (begin > 0)
+        )
+        if is_needed:
+            at = tl.where(is_tail, tail, 0)
+            pointer = tl.multiple_of((aligned + at * 16).to(tl.pointer_type(ELEMENT)), 16)
+            edge_begin = tl.where(is_tail, 0, begin).to(tl.int32)
+            edge_end = tl.minimum(end - at * VECTOR, VECTOR).to(tl.int32)
+            # An exact division, also for positions before the tensor: pairs are aligned and never straddle a vector.
+            first_index = (at * VECTOR - begin) // WIDTH
+            # Less than a vector: one element per lane.
+            rare, sums, zeros = _read_exact(
+                pointer, edge_begin, edge_end, first_index, kind, rare, sums, zeros, WIDTH, PAIR, False
+            )
+    return rare, sums, zeros
+
+
+@triton.jit
+def _store_row(row, row_stride, rare, sums, zeros):
+    """Merges the lanes and stores the fields, with columns `row_stride` apart."""
+    tl.store(row + NAN_COUNT * row_stride, rare[0].to(tl.float64))
+    tl.store(row + INF_COUNT * row_stride, rare[1].to(tl.float64))
+    tl.store(row + SQ_SUM_LARGE * row_stride, rare[2])
+    tl.store(row + SQ_SUM_SMALL * row_stride, rare[3])
+    tl.store(row + FIRST_NONFINITE * row_stride, rare[4])
+    for i in tl.static_range(SUMMED):
+        tl.store(row + SUM_COLUMNS[i] * row_stride, tl.sum(sums[i]))
+    tl.store(row + MIN * row_stride, tl.min(sums[SUMMED]).to(tl.float64))
+    tl.store(row + MAX * row_stride, tl.max(sums[SUMMED + 1]).to(tl.float64))
+    tl.store(row + ZERO_COUNT * row_stride, tl.sum(zeros).to(tl.float64))
+
+
+@triton.jit
 def _read_chunk(
     address, values, chunk, chunk_vectors, row, row_stride, kind, ELEMENT: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Reads one chunk of one tensor and stores its row, with columns `row_stride` apart.
+    """Reads one chunk of one tensor and stores its row.
 
     Positions, in values or vectors, count from the address rounded down to a vector.
     """
@@ -323,36 +366,8 @@ def _read_chunk(
             rare, sums, zeros = _read_exact(pointer, 0, count, first_index, kind, rare, sums, zeros, EXACT, PAIR, True)
         vector += vectors
 
-    # Partial vectors: in the first chunk before the first whole vector, in the last chunk after the last one.
-    tail = end // VECTOR
-    is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
-    for edge in range(2):
-        is_tail = edge == 1
-        is_needed = (is_tail & is_last & (end % VECTOR != 0) & ((tail > 0) | (begin == 0))) | (
-            (edge == 0) & (chunk == 0) & (begin > 0)
-        )
-        if is_needed:
-            at = tl.where(is_tail, tail, 0)
-            pointer = tl.multiple_of((aligned + at * 16).to(tl.pointer_type(ELEMENT)), 16)
-            edge_begin = tl.where(is_tail, 0, begin).to(tl.int32)
-            edge_end = tl.minimum(end - at * VECTOR, VECTOR).to(tl.int32)
-            # An exact division, also for positions before the tensor: pairs are aligned and never straddle a vector.
-            first_index = (at * VECTOR - begin) // WIDTH
-            # Less than a vector: one element per lane.
-            rare, sums, zeros = _read_exact(
-                pointer, edge_begin, edge_end, first_index, kind, rare, sums, zeros, WIDTH, PAIR, False
-            )
-
-    tl.store(row + NAN_COUNT * row_stride, rare[0].to(tl.float64))
-    tl.store(row + INF_COUNT * row_stride, rare[1].to(tl.float64))
-    tl.store(row + SQ_SUM_LARGE * row_stride, rare[2])
-    tl.store(row + SQ_SUM_SMALL * row_stride, rare[3])
-    tl.store(row + FIRST_NONFINITE * row_stride, rare[4])
-    for i in tl.static_range(SUMMED):
-        tl.store(row + SUM_COLUMNS[i] * row_stride, tl.sum(sums[i]))
-    tl.store(row + MIN * row_stride, tl.min(sums[SUMMED]).to(tl.float64))
-    tl.store(row + MAX * row_stride, tl.max(sums[SUMMED + 1]).to(tl.float64))
-    tl.store(row + ZERO_COUNT * row_stride, tl.sum(zeros).to(tl.float64))
+    rare, sums, zeros = _read_edges(aligned, begin, end, chunk, chunk_vectors, kind, rare, sums, zeros, ELEMENT, PAIR)
+    _store_row(row, row_stride, rare, sums, zeros)
 
 
 @triton.jit
@@ -373,6 +388,52 @@ def _merge_rows(rows, column_stride, row_stride, count, out, out_stride):
     part = tl.where(mask, part, identity[:, None])
     merged = tl.where(merge == 0, tl.sum(part, axis=1), sign * tl.min(part * sign[:, None], axis=1))
     tl.store(out + column * out_stride, merged, mask=column < FIELD_COUNT)
+
+
+@triton.jit
+def _read_chunk_of_kind(address, values, chunk, chunk_vectors, row, row_stride, kind):
+    """Compiles a loop for each type of elements; float8, decoded as its kind says, has one for all."""
+    if kind == _table.BFLOAT16:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.bfloat16, False)
+    elif kind == _table.FLOAT32:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, False)
+    elif kind == _table.FLOAT16:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, False)
+    elif kind == _table.FLOAT64:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, False)
+    elif kind == _table.FLOAT32 + _table.PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, True)
+    elif kind == _table.FLOAT16 + _table.PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, True)
+    elif kind == _table.FLOAT64 + _table.PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, True)
+    else:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.uint8, False)
+
+
+@triton.jit
+def _merge_chunks(rows, tickets, out, chunk, first_chunk, count, chunks):
+    """Takes this chunk's ticket. Whoever takes the last of a group, or of all groups, merges their rows."""
+    group = chunk // GROUP
+    first_of_group = first_chunk + group * GROUP
+    in_group = tl.minimum(count - group * GROUP, GROUP).to(tl.int32)
+    groups = (count + GROUP - 1) // GROUP
+    # All threads of this program must store their parts of the row before the ticket releases it to other programs.
+    tl.debug_barrier()
+    done = tl.atomic_add(tickets + first_of_group, 1, sem="acq_rel", scope="gpu")
+    if done == in_group - 1:
+        tl.store(tickets + first_of_group, 0)
+        if groups == 1:
+            _merge_rows(rows + first_chunk, chunks, 1, count, out, 1)
+        else:
+            # Stored in place of the row of the group's first chunk, which has been read by then.
+            _merge_rows(rows + first_of_group, chunks, 1, in_group, rows + first_of_group, chunks)
+            tl.debug_barrier()
+            # The groups' ticket is that of the second chunk, which no group uses.
+            done = tl.atomic_add(tickets + first_chunk + 1, 1, sem="acq_rel", scope="gpu")
+            if done == groups - 1:
+                tl.store(tickets + first_chunk + 1, 0)
+                _merge_rows(rows + first_chunk, chunks, GROUP, groups, out, 1)
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
@@ -398,44 +459,9 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
         row = rows + program
         row_stride = chunks.to(tl.int64)
 
-    if kind == _table.BFLOAT16:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.bfloat16, False)
-    elif kind == _table.FLOAT32:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, False)
-    elif kind == _table.FLOAT16:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, False)
-    elif kind == _table.FLOAT64:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, False)
-    elif kind == _table.FLOAT32 + _table.PAIR:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, True)
-    elif kind == _table.FLOAT16 + _table.PAIR:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, True)
-    elif kind == _table.FLOAT64 + _table.PAIR:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, True)
-    else:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.uint8, False)
-
+    _read_chunk_of_kind(address, values, chunk, chunk_vectors, row, row_stride, kind)
     if count > 1:
-        group = chunk // GROUP
-        first_of_group = first_chunk + group * GROUP
-        in_group = tl.minimum(count - group * GROUP, GROUP).to(tl.int32)
-        groups = (count + GROUP - 1) // GROUP
-        # All threads of this program must store their parts of the row before the ticket releases it to other programs.
-        tl.debug_barrier()
-        done = tl.atomic_add(tickets + first_of_group, 1, sem="acq_rel", scope="gpu")
-        if done == in_group - 1:
-            tl.store(tickets + first_of_group, 0)
-            if groups == 1:
-                _merge_rows(rows + first_chunk, chunks, 1, count, row_of_tensor, 1)
-            else:
-                # Stored in place of the row of the group's first chunk, which has been read by then.
-                _merge_rows(rows + first_of_group, chunks, 1, in_group, rows + first_of_group, chunks)
-                tl.debug_barrier()
-                # The groups' ticket is that of the second chunk, which no group uses.
-                done = tl.atomic_add(tickets + first_chunk + 1, 1, sem="acq_rel", scope="gpu")
-                if done == groups - 1:
-                    tl.store(tickets + first_chunk + 1, 0)
-                    _merge_rows(rows + first_chunk, chunks, GROUP, groups, row_of_tensor, 1)
+        _merge_chunks(rows, tickets, row_of_tensor, chunk, first_chunk, count, chunks)
 
 
 @triton.jit(do_not_specialize=["count", "infinity"])
