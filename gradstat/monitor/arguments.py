@@ -20,7 +20,8 @@ from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, Policies, PolicyTable
 from gradstat.recording.kinds import periods
 from gradstat.replay.rerun import takes_batch
-from gradstat.rules import Rule, default_rules
+from gradstat.rules import default_rules
+from gradstat.rules.base import Rule
 
 
 class Settings(NamedTuple):

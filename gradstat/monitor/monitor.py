@@ -43,8 +43,8 @@ from gradstat.recording.findings import Finding
 from gradstat.recording.recording import Recording
 from gradstat.replay.culprit import Culprit
 from gradstat.replay.rerun import Replayer
-from gradstat.rules import Rule
 from gradstat.rules.advice import causes_and_advice, fitted
+from gradstat.rules.base import Rule
 from gradstat.rules.rows import Observation, RunSettings
 from gradstat.rules.runner import RuleRunner
 

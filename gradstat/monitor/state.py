@@ -12,7 +12,7 @@ from torch import Tensor
 from gradstat._core.saved import COUNT, FLAG, MAPPING, Kind, reading, require, require_version
 from gradstat._version import __version__
 from gradstat.recording.recording import Recording, from_parts, parts_of
-from gradstat.rules import Rule
+from gradstat.rules.base import Rule
 
 _VERSION = 1
 _STATE = {

@@ -2,8 +2,8 @@
 
 from gradstat.recording.diff import TOLERANCE, Comparison, Divergence, compare
 from gradstat.recording.file import LIMIT, SUFFIX, VERSION, RecordingFileError, load, save
-from gradstat.recording.golden import Deviation, Golden, GoldenComparison
-from gradstat.recording.recording import COLUMNS, Recording, Series
+from gradstat.recording.golden import Deviation, GoldenComparison
+from gradstat.recording.recording import COLUMNS
 
 __all__ = [
     "COLUMNS",
@@ -14,11 +14,8 @@ __all__ = [
     "Comparison",
     "Deviation",
     "Divergence",
-    "Golden",
     "GoldenComparison",
-    "Recording",
     "RecordingFileError",
-    "Series",
     "compare",
     "load",
     "save",

@@ -1,6 +1,6 @@
 """The built-in rules. Each is a small class; its thresholds are constants beside it, with where they come from."""
 
-from gradstat.rules.base import Rule, rule
+from gradstat.rules.base import Rule
 from gradstat.rules.data import BatchRange, ConstantFeature, LabelRange, NonfiniteRank, RepeatedBatch, ReplicaMismatch
 from gradstat.rules.finite import (
     NonfiniteActivation,
@@ -64,4 +64,4 @@ def default_rules() -> list[Rule]:
     return [kind() for kind in RULES]
 
 
-__all__ = ["RULES", "Rule", "default_rules", "rule", *(kind.__name__ for kind in RULES)]
+__all__ = [kind.__name__ for kind in RULES]

@@ -11,8 +11,7 @@ import numpy as np
 
 from gradstat._core.warn import warn_of_failure
 from gradstat.recording.findings import Finding, reference_to
-from gradstat.rules import Rule
-from gradstat.rules.base import WRONG_SIGN, Band, Episodes
+from gradstat.rules.base import WRONG_SIGN, Band, Episodes, Rule
 from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
 from gradstat.rules.gradients import ExplodingGradient
 from gradstat.rules.rows import Floats, Window

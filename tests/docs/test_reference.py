@@ -18,16 +18,14 @@ PUBLIC = public_names()
 PAGES = (Path(__file__).resolve().parents[2] / "docs" / "api").glob("*.md")
 # What the pages describe; with brackets, what gradstat alone makes, which is shown without arguments.
 DIRECTIVE = re.compile(r"^(?:\.\. auto\w+::|:::\{py:data\}) ([\w.]+)(\(\))?$", re.MULTILINE)
-# A module, of which all names but some are described.
-MODULE = re.compile(r"^\.\. automodule:: ([\w.]+)\n(?:   .*\n)*   :exclude-members: (.*)$", re.MULTILINE)
+MODULE = re.compile(r"^\.\. automodule:: ([\w.]+)\n(?:   .*\n)*   :members:$", re.MULTILINE)
 
 
 def places_in(page: str) -> Iterator[tuple[str, str]]:
     """The names that a page describes, and the brackets behind them."""
     yield from DIRECTIVE.findall(MODULE.sub("", page))
-    for module, excluded in MODULE.findall(page):
-        names = dict.fromkeys(importlib.import_module(module).__all__)
-        yield from ((f"{module}.{name}", "") for name in names if name not in excluded.split(", "))
+    for module in MODULE.findall(page):
+        yield from ((f"{module}.{name}", "") for name in importlib.import_module(module).__all__)
 
 
 PLACES = [place for page in PAGES for place in places_in(page.read_text())]
@@ -168,8 +166,8 @@ dataset = [{"x": x, "labels": y} for x, y in zip(torch.randn(8, 4), torch.randn(
 args = TrainingArguments("out", use_cpu=True, max_steps=2, report_to="none", disable_tqdm=True)
 """,
     "gradstat.Monitor": "",
-    "gradstat.rules.rule": "",
-    "gradstat.replay.Schedule": "loader = [x for x, _ in batches]",
+    "gradstat.monitor.rule": "",
+    "gradstat.monitor.Schedule": "loader = [x for x, _ in batches]",
     "gradstat.replay.StepStateKeeper": """
 from gradstat.replay import StepStateKeeper
 loader = [x for x, _ in batches]

@@ -16,7 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradstat.replay import Culprit, StepStateKeeper, find_culprit
+from gradstat.monitor import Culprit, find_culprit
+from gradstat.replay import StepStateKeeper
 
 Forward = Callable[[Tensor], Tensor]
 

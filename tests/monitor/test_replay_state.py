@@ -14,7 +14,8 @@ from helpers.recordings import bits
 from torch import Tensor, nn
 
 from gradstat import SpikeGuard, amp, guarded_step, step_counters
-from gradstat.replay import Schedule, StepStateKeeper, find_culprit
+from gradstat.monitor import Schedule, find_culprit
+from gradstat.replay import StepStateKeeper
 
 
 class Net(nn.Module):
