@@ -150,7 +150,7 @@ def freezes(make: Callable[[], Tensor], says: str = "", rows: tuple[str, ...] = 
         assert [(f.rule, f.severity) for f in monitor.findings] == [("not-watched", "info")] * bool(says)
         assert monitor.diagnose().ok
         tables, rest = monitor.recording().tables, ("down.weight", "down.bias", "up.weight", "up.bias")
-        assert {"parameter", "buffer", "update", "exp_avg", "activation", "output"} <= set(tables)
+        assert {"parameter", "buffer", "update", "exp_avg", "activation"} <= set(tables)
         assert tables["parameter"].names == (*rows, *rest)
         assert tables["update"].names[-len(rest) :] == rest
 
