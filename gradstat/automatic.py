@@ -106,7 +106,8 @@ class AutoHandle:
         if scaler is None and self._are_used():
             self._clips_late = True
             watched = set(map(id, self._connection.trained.named_parameters().parameters))
-            self._connection.has_late_clip = watched.issuperset(map(id, parameters))  # else others may not be used yet
+            if watched.issuperset(map(id, parameters)):  # else others may not be used yet
+                self._connection.recorder.note_late_clip()
             return
         self._measure(scaler, loss)
         used, is_scaled = self.monitor.scaler, False
@@ -142,7 +143,7 @@ class AutoHandle:
             if not _is_same(self._before, self._after):
                 self._measured = None
                 self._roots += [loss.detach().reshape(()) for loss in losses]
-                self._connection.saw_loss(losses)
+                self._connection.recorder.saw_loss(losses)
 
     def _now(self) -> _State:
         """The gradient of one parameter, if it has one, and its version: a look at all would take long."""
@@ -244,7 +245,7 @@ class AutoHandle:
             try:
                 self._take(loss if is_loss else None)
             finally:  # a program may catch the error of a policy
-                self._measured = self._connection.first_gradient
+                self._measured = self._connection.recorder.first_gradient
 
     def is_measured(self) -> bool:
         """Whether the current gradients have been measured: no backward pass has changed them since."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gradstat import _fields
 from gradstat._core.measurement import without_scale
 from gradstat._core.tensors import TensorInfo
-from gradstat.monitor.collector import Pending
+from gradstat.monitor.probes.base import Pending
 from gradstat.monitor.segments import PendingRows, Segment
 from gradstat.recording.kinds import GRADIENT
 from gradstat.recording.recording import Recording, joined
@@ -137,13 +137,14 @@ class StepLog:
         self._segments, self._names = segments, self._names | names
         self.newest = pending
         self._steps.append(pending)
+        for kind, read in pending.late.items():
+            if kind != "origin" or "nonfinite" in pending.scalars:  # which asks the other ranks
+                value = read()
+                pending.observe(kind, value)
+                if kind == "outputs":
+                    self._outputs = value
         if pending.observations:
             self.observations += pending.observations
-        if pending.origin is not None and "nonfinite" in pending.scalars:
-            self.observations.append(Observation("origin", pending.step, pending.origin()))
-        if pending.facts is not None:
-            self._outputs = OutputFacts.of(pending.facts.wait().tolist())
-            self.observations.append(Observation("outputs", pending.step, self._outputs))
 
     def _parts_of(self, numbers: PendingRows) -> list[tuple[Segment, slice, TensorSet]]:
         """The segments of a table that have rows of their own: where they are, and of which tensors."""

@@ -6,6 +6,7 @@ import platform
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,13 +30,15 @@ from gradstat.guard import SpikeGuard
 from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
 from gradstat.monitor.arguments import Settings, check_arguments, check_engine_options, check_guard, check_policies
-from gradstat.monitor.collector import Collector, Pending, model_name, optimizer_settings
 from gradstat.monitor.connection import Connection
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.flight_file import FlightFile
 from gradstat.monitor.log import LatestStep, StepLog
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import AnomalyError, Policies, Policy, Warner
+from gradstat.monitor.probes.base import Pending
+from gradstat.monitor.probes.optimizer import optimizer_settings
+from gradstat.monitor.recorder import Recorder, model_name
 from gradstat.monitor.segments import PendingRows, ReduceTo
 from gradstat.monitor.state import load_rules, recording_of, state_of
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
@@ -167,10 +170,11 @@ class Monitor:
         self.guard = guard
         skips = self._policies.uses("skip") or guard is not None
         reduce_to: ReduceTo = "norm" if guard is not None else "flag" if skips else None
-        self._collector = Collector(
-            self.connection, optimizer, scaler, self._periods, classes, options, reduce_to, self._unwatched
-        )
-        self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
+        self._recorder = self.connection.recorder = Recorder(
+            self._trained, optimizer, scaler, self._periods, classes, options, reduce_to, self._unwatched,
+            weakref.proxy(self.connection),
+        )  # fmt: skip
+        self._log = StepLog(options.history, options.max_bytes, self._recorder.check_label_range)
         self._to_act_on: list[Finding] = []
         # While the steps that are read are not finite: the first of them, and the finding that was raised.
         self._bad_since: int | None = None
@@ -200,11 +204,11 @@ class Monitor:
     @property
     def scaler(self) -> Any:
         """The loss scaler, or None. May be set during training, if it is not known earlier."""
-        return self._collector.scaler
+        return self._recorder.scaler
 
     @scaler.setter
     def scaler(self, scaler: Any) -> None:
-        for part in (self._collector, self._snapshots, self._replayer):
+        for part in (self._recorder, self._snapshots, self._replayer):
             if part is not None:
                 part.scaler = inner_scaler(scaler)
 
@@ -256,9 +260,9 @@ class Monitor:
         self, loss: Tensor | float | None, lr: float | Tensor | None, given: Mapping[str, Tensor | float] | None
     ) -> int:
         """Measures a step and makes it pending; returns how many pending steps may stay so. Raises as `step`."""
-        scalars = self._collector.scalars(loss, lr, given)
+        scalars = self._recorder.scalars(loss, lr, given)
         try:
-            pending = self._collector.collect(self.steps, *scalars)
+            pending = self._recorder.collect(self.steps, *scalars)
             if self._replayer.keeps_state:
                 self._replayer.end_step()
         except PROPAGATED_ERRORS:
@@ -337,7 +341,7 @@ class Monitor:
             self._replayer.keep_batch(batch)
             seen: list[Observation] = []
             with self._unwatched.suppress_errors(self.steps, "a batch could not be inspected"):
-                seen = self._collector.inspect_batch(self.steps, batch)
+                seen = self._recorder.inspect_batch(self.steps, batch)
         self._observe(seen)
         return self.findings[first_new:]
 
@@ -379,7 +383,7 @@ class Monitor:
         # A finding has the step in which a problem began, and its rule knows in which it was last met.
         last = [self._rules.refused_at, *self._rules.last_steps({finding.rule for finding in errors})]
         with self._lock:
-            return all(step < since for step in [*(f.step for f in errors), *last]) and self._collector.is_finite()
+            return all(step < since for step in [*(f.step for f in errors), *last]) and self._recorder.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
         """Runs the newest step again, observes every operation, and names the first place that made a NaN or Inf.
@@ -432,7 +436,7 @@ class Monitor:
                 with self._unwatched.suppress_errors(
                     pending.step, "parameters, buffers or states could not be measured"
                 ):
-                    pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
+                    pending.numbers.extend(self._recorder.measure_state(pending.step, pending.kinds()))
             self._log.take(pending, self._run_rules)
         except PROPAGATED_ERRORS:
             raise
@@ -477,17 +481,17 @@ class Monitor:
     def _run_rules(self) -> None:
         if self._log.is_empty:
             return
-        collector = self._collector
+        recorder = self._recorder
         skipped_by = "" if not self._skips else "the policy 'skip'" if self.guard is None else "the guard"
-        if collector.is_scaled:
+        if recorder.is_scaled:
             skipped_by = "the loss scaler"
         run = RunSettings(
-            backward_order=collector.backward_order,
-            is_scaled=collector.is_scaled,
+            backward_order=recorder.backward_order,
+            is_scaled=recorder.is_scaled,
             is_stepped_by_user=self.connection.is_stepped_by_user,
-            origin_is_unknown=collector.origin_is_unknown,
+            origin_is_unknown=recorder.origin_is_unknown,
             skipped_by=skipped_by,
-            has_rival=collector.has_rival,
+            has_rival=recorder.has_rival,
             **optimizer_settings(self._optimizer),
         )
         in_use = [*self.connection.in_use, *["skip"] * bool(run.skipped_by)]
@@ -523,7 +527,7 @@ class Monitor:
             elif policy == "rollback" and self._snapshots is not None:
                 if self._snapshots.restore() is not None:
                     self._pending.clear()
-                    self._collector.forget()
+                    self._recorder.forget()
                 else:
                     warn(f"cannot roll back: there is no healthy snapshot of this model; {finding}", RuntimeWarning)
             elif policy == "replay" and finding.step + 1 == self.steps and not self._is_explained():
@@ -580,7 +584,7 @@ class Monitor:
     def _recorded(self) -> Recording:
         """The `recording` of the steps that were reviewed, without its ``meta``."""
         recording = self._log.recording()
-        recording.findings, recording.backward_order = tuple(self.findings), self._collector.backward_order
+        recording.findings, recording.backward_order = tuple(self.findings), self._recorder.backward_order
         return recording
 
     def latest(self) -> LatestStep | None:
@@ -663,10 +667,10 @@ class Monitor:
             self.steps, self.should_stop = state["steps"], state["should_stop"]
             self.nonfinite_steps = state["nonfinite_steps"]
             self.findings[:] = history.findings
-            self._collector.backward_order = history.backward_order
+            self._recorder.backward_order = history.backward_order
             self._log.load(history)
             self._rules.resume(self.steps, history.scalars)
-            self._collector.resume(self.steps)
+            self._recorder.resume(self.steps)
 
     # The end ---------------------------------------------------------------------------------------------
 
@@ -688,7 +692,7 @@ class Monitor:
             self.flush()
         finally:
             self._paused = self._is_detached = True
-            self._collector.remove()
+            self._recorder.remove()
             if self._skips and self._optimizer is not None:
                 decision.request(self._optimizer, self, None)
             self._replayer.remove()
@@ -703,7 +707,8 @@ class Monitor:
             return
         try:
             # The other ranks may not be here: nothing collective.
-            self._pending = deque(pending._replace(origin=None) for pending in self._pending)
+            for pending in self._pending:
+                pending.late.pop("origin", None)
             self._catch_up()
         except PROPAGATED_ERRORS as error:
             warn(f"the last steps could not be read: {error}", RuntimeWarning)

@@ -198,7 +198,7 @@ LAYERS = {
     """,
     "gradstat.monitor": """
         unwatched options policies actions segments flight_file endings
-        | observers diagnosis arguments state | connection outputs page_data | collector view | command log | monitor
+        | probes diagnosis arguments state | page_data | recorder view | connection command log | monitor
         | testing | __init__
     """,
 }

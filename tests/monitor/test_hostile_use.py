@@ -222,18 +222,18 @@ USES: dict[str, Use] = {
     "has a module without a shape": Use(
         lambda program: program.model.add_module("lazy", nn.LazyLinear(3)), "'lazy.weight'"
     ),
-    "fails to see changes": fails_in("collector.Collector._notice_change", NO_STEP),
-    "fails to measure": fails_in("collector.measure_segments", NO_STEP),
-    "fails to list states": fails_in("observers.states_of", STATES),
-    "fails to list buffers": fails_in("observers.buffers_of", STATES),
+    "fails to see changes": fails_in("recorder.Recorder._begin", NO_STEP),
+    "fails to measure": fails_in("recorder.measure_segments", NO_STEP),
+    "fails to list states": fails_in("probes.state.states_of", STATES),
+    "fails to list buffers": fails_in("probes.state.Buffers.state", STATES),
     "fails to subtract": Use(
         lambda program: setattr(program, "breaks", "torch._foreach_sub"), "the last update could not be measured"
     ),
     "fails to read": fails_in("log.StepLog.read", "could not be read"),
     "fails to review": fails_in("log.StepLog.close", "could not review the last steps", loses=frozenset({4, 5})),
-    "fails to look at a batch": fails_in("collector.Collector.inspect_batch", "a batch could not be inspected"),
-    "fails in a hook": fails_in("observers.stats", "the hook Activations.measure of 'down'"),
-    "fails to measure outputs": fails_in("outputs.Outputs.measure", "no memory left"),
+    "fails to look at a batch": fails_in("recorder.Recorder.inspect_batch", "a batch could not be inspected"),
+    "fails in a hook": fails_in("probes.activations.stats", "the hook Activations.measure of 'down'"),
+    "fails to measure outputs": fails_in("probes.outputs.Outputs.measure", "no memory left"),
 }  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def test_a_learning_rate_of_numpy_or_none_at_all_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("collector.Collector.measure_state", "parameters, buffers or states could not be measured"),
+        ("recorder.Recorder.measure_state", "parameters, buffers or states could not be measured"),
         ("actions.Snapshots.take", "the state of a step could not be copied"),
     ],
 )
@@ -320,7 +320,7 @@ def test_what_the_user_raises_or_asks_for_wrongly_still_raises(monkeypatch: pyte
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         Monitor(model, options={"backend": "cuda"})
     fill(model)
-    for target in ("gradstat.monitor.collector.measure_segments", "gradstat.monitor.log.StepLog.take"):
+    for target in ("gradstat.monitor.recorder.measure_segments", "gradstat.monitor.log.StepLog.take"):
         with monkeypatch.context() as patch:
             patch.setattr(target, unavailable)
             with pytest.raises(gradstat.BackendUnavailableError):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cuda_counts import NoSync
+from helpers.outputs import SeenOutputs
 from helpers.ranks import on_ranks
 from helpers.training import RECORD, trained
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
 from gradstat.monitor import Finding, default_rules
-from gradstat.monitor.outputs import Outputs, _sample
+from gradstat.monitor.probes.outputs import _sample
 from gradstat.rules.output_facts import Activation, OutputFacts
 
 Batch = Callable[[int], Tensor]
@@ -368,7 +369,7 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
     expected = OutputFacts(
         activation=Activation.PROBABILITIES, is_named=True, classes=3, labels=4, label=None, right=right
     )
-    assert taken_from(outputs)._replace(fit=None) == expected
+    assert outputs.take()._replace(fit=None) == expected
 
 
 @pytest.mark.parametrize(
@@ -727,16 +728,10 @@ def few_labelled(labels: Tensor) -> Tensor:
     return torch.where(torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.15, labels, -100)
 
 
-def looked_at(model: nn.Module | None = None) -> tuple[nn.Module, Outputs]:
+def looked_at(model: nn.Module | None = None) -> tuple[nn.Module, SeenOutputs]:
     """A model, by default the identity, and what looks at its outputs."""
     model = nn.Identity() if model is None else model
-    watch = Outputs(model)
-    watch.switch(True)
-    return model, watch
-
-
-def taken_from(watch: Outputs) -> OutputFacts:
-    return OutputFacts.of(watch.take().wait().tolist())
+    return model, SeenOutputs(model)
 
 
 def seen_in(
@@ -747,7 +742,7 @@ def seen_in(
     outputs = outputs.clone(memory_format=torch.preserve_format).requires_grad_()
     with NoSync():
         (gradient,) = torch.autograd.grad(loss(model(last(outputs)), labels), outputs)
-    return taken_from(watch), gradient
+    return watch.take(), gradient
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -791,7 +786,7 @@ def test_a_sample_of_large_outputs_tells_the_same(
         labels = labels.T
     given = LAYOUTS[layout](outputs.to(dtype)), labels, loss, last
     sampled, gradient = seen_in(*given)
-    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ROWS", 10**6)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ROWS", 10**6)
     whole, without_sample = seen_in(*given)
     assert torch.equal(gradient, without_sample)
     shares = {"certain": pytest.approx(whole.certain, abs=0.03), "right": pytest.approx(whole.right, abs=0.05)}
@@ -805,8 +800,8 @@ def test_a_sample_of_large_outputs_tells_the_same(
 def test_the_sample_is_spread_evenly_over_every_dimension(
     rows: int, elements: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ROWS", rows)
-    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ELEMENTS", elements)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ROWS", rows)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ELEMENTS", elements)
     state = torch.get_rng_state()
     for sizes in ((8, 1024), (1024, 8), (6, 19, 1000), (4096,), (1, 4098), (2047, 4), (64, 63, 2)):
         index = _sample(torch.zeros(1).expand(*sizes, 40))
@@ -832,7 +827,7 @@ def test_the_sample_is_spread_evenly_over_every_dimension(
 def test_a_sample_is_all_that_large_outputs_take(
     outputs: Any, elements: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ELEMENTS", elements)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ELEMENTS", elements)
     model, watch = looked_at()
     leaf = outputs(dtype).requires_grad_()
     gradient = leaf.detach().clone(memory_format=torch.preserve_format)
@@ -841,7 +836,7 @@ def test_a_sample_is_all_that_large_outputs_take(
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         model(logits)
         torch.autograd.grad(logits, leaf, gradient)
-    assert (taken_from(watch).fit is not None) == (elements == 2**23)
+    assert (watch.take().fit is not None) == (elements == 2**23)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     taken = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]  # negative if given back
@@ -851,7 +846,7 @@ def test_a_sample_is_all_that_large_outputs_take(
 
 
 def test_columns_of_too_many_rows_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ELEMENTS", 8000)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ELEMENTS", 8000)
     given = torch.randn(8001, 4), torch.randint(4, (8001,))
     askew = seen_in(*given, lambda x, labels: nll_loss(x.log_softmax(0), labels), lambda x: 1 * x)[0]
     usual = seen_in(*given, cross_entropy, lambda x: x.softmax(-1))[0]

@@ -21,8 +21,7 @@ from torch import nn
 
 import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
-from gradstat.monitor.collector import optimizer_settings
-from gradstat.monitor.observers import Coverage
+from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
 from gradstat.rules import MissingGradient
 from gradstat.rules.output_facts import OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window

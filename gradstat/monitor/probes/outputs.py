@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from gradstat._core.hooks import Hook, hook_forward
 from gradstat._core.host_copy import HostCopy, peek_interpreter_stack
 from gradstat._core.nested import tensors_in
-from gradstat.monitor.observers import Switched, is_plain, leaves_of
+from gradstat._core.parameters import NamedParameters
+from gradstat.monitor.probes.base import HookedProbe, Part, Pending, Watched, is_plain
+from gradstat.monitor.probes.model import leaves_of
+from gradstat.monitor.probes.passes import called
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 
 # Functions that make logits what no logits should be, as autograd names them.
@@ -23,7 +26,7 @@ _FEW_PLACES = 4
 _FEW_LABELS = 8  # so many gradients of other losses are not all as those of equal binary labels would be
 
 
-class Outputs(Switched):
+class Outputs(HookedProbe):
     """Measures a model's predictions, and what the loss makes of them, in hooks while ``on``; keeps a few numbers.
 
     A prediction is certain if its largest logit exceeds the next by more than 10, so that a softmax gives every other
@@ -32,19 +35,23 @@ class Outputs(Switched):
     Of many rows only a sample is read, the same in both.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: dict[str, Tensor] = {}  # by fields of `OutputFacts` and `Fit`, in tensors without dimensions
-        self.leaves: list[tuple[weakref.ref[Tensor], int]] | None = None  # of the first pass, as `leaves_of`
+    watch = "outputs"
+    # So that mistakes with labels are known before much time is lost.
+    early = frozenset([1, 2, 4, 8, 16, 32, *range(200, 256, 8)])
+
+    def __init__(self, watched: Watched) -> None:
         hook = Hook(self.measure)
-        super().__init__({hook: hook_forward(model, hook)}, on=False)
+        super().__init__(watched, {hook: hook_forward(called(watched.model), hook)})
+        self._seen: dict[str, Tensor] = {}  # by fields of `OutputFacts` and `Fit`, in tensors without dimensions
+        self._leaves = watched.leaves
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._seen and not torch.is_grad_enabled():
             return  # the pass of which there will be a gradient counts
         computed = [tensor for _, tensor in tensors_in(output, "") if tensor.grad_fn is not None and tensor.dim()]
         logits = getattr(output, "logits", computed[0] if computed else output)
-        if self.leaves is None:
-            self.leaves = leaves_of(computed[0]) if computed else None
+        if computed and "outputs" not in self._leaves:
+            self._leaves["outputs"] = leaves_of(computed[0])
         is_measured = is_plain(logits) and logits.is_floating_point() and logits.dim() > 0
         if is_measured and peek_interpreter_stack() is None:
             with torch.no_grad():
@@ -69,7 +76,7 @@ class Outputs(Switched):
 
     def measure_gradient(self, seen: _Pass, gradient: Tensor) -> None:
         # Of several forward passes before a backward pass the last counts, and none if the step was measured before.
-        outputs, is_late = seen.outputs, not self._hooks[0].on or seen.facts is not self._seen
+        outputs, is_late = seen.outputs, not self.hooks[0].on or seen.facts is not self._seen
         if is_late or not is_plain(gradient) or outputs._version != seen.version:
             return
         with torch.no_grad():
@@ -80,14 +87,15 @@ class Outputs(Switched):
             if 2 * outputs[0].numel() <= _MOST_ELEMENTS // 8:
                 self._seen |= _fit_of(outputs, gradient, is_of_logits, is_of_logarithms)
 
-    def take(self) -> HostCopy | None:
-        """The numbers of `OutputFacts.of` on the way to the host, of the last pass since the last call, if any."""
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+        """Observes the facts of the last pass since the last call, if any."""
         seen, self._seen = self._seen, {}
-        if not seen:
-            return None
-        zero = seen["certain"].new_zeros(())
-        names = [*OutputFacts._fields[:-1], *(Fit._fields if "cross" in seen else ())]
-        return HostCopy(torch.stack([seen.get(name, zero).float() for name in names]))
+        if seen:
+            zero = seen["certain"].new_zeros(())
+            names = [*OutputFacts._fields[:-1], *(Fit._fields if "cross" in seen else ())]
+            copy = HostCopy(torch.stack([seen.get(name, zero).float() for name in names]))
+            step.late["outputs"] = lambda: OutputFacts.of(copy.wait().tolist())
+        return ()
 
 
 class _Pass(NamedTuple):

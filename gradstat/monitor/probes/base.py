@@ -1,0 +1,154 @@
+"""`Probe`: what a monitor records in some steps; with what probes are made for, `Watched`, and add to, `Pending`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradstat._core.hooks import Hook, removed_with
+from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained
+from gradstat._core.tensors import why_not_measured
+from gradstat.monitor.options import MonitorOptions
+from gradstat.monitor.segments import PendingRows, Segment
+from gradstat.monitor.unwatched import Unwatched
+from gradstat.rules.rows import Observation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Part: TypeAlias = tuple[Segment, list[Tensor]]
+"""Tensors of one kind, to be measured together with the gradients."""
+
+Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int]]
+"""Parameters, each with its version."""
+
+
+class Source(Protocol):
+    """Who takes the steps, as far as probes have to know."""
+
+    def is_joining(self) -> bool:
+        """Whether this is inside of DDP's ``join()``, where ranks take fewer steps: nothing may wait for them."""
+
+
+class Watched(NamedTuple):
+    """The run that probes are made for."""
+
+    trained: Trained
+    model: nn.Module  # the one inside of an engine
+    optimizer: Optimizer | None
+    periods: Mapping[str, int]  # by key of `watch=`
+    classes: int | Mapping[str, int] | None
+    options: MonitorOptions
+    unwatched: Unwatched
+    source: Source
+    noted: dict[str, float]  # scalars of the coming step
+    leaves: dict[str, Leaves]  # of the graphs of the first loss and the first outputs
+
+
+class Pending(NamedTuple):
+    """A step that was measured but not read yet."""
+
+    step: int
+    numbers: list[PendingRows]  # the first has the gradients as its first segment
+    on_device: list[str]  # names of the scalars in the second segment
+    scalars: dict[str, float]  # known on the host
+    is_scaled: bool  # whether the gradients carry the loss scale
+    observations: list[Observation]  # what is known without reading numbers
+    late: dict[str, Callable[[], Any]]  # by kind, further observations, which may wait for the device
+
+    def kinds(self) -> set[str]:
+        return {segment.kind for numbers in self.numbers for segment in numbers.segments}
+
+    def observe(self, kind: str, value: Any) -> None:
+        self.observations.append(Observation(kind, self.step, value))
+
+
+class Probe:
+    """Something that is recorded in some steps, besides the gradients.
+
+    Attributes:
+        watch: Its key in ``watch=``.
+        early: Steps in which it is due besides.
+        lost: What is told if `take` fails.
+        period: It is due every so many steps; 0 for never.
+    """
+
+    watch = "gradients"
+    early: frozenset[int] = frozenset()
+    lost = "parameters, buffers or optimizer states could not be measured"
+
+    def __init__(self, watched: Watched) -> None:
+        self.period = watched.periods[self.watch]
+
+    @classmethod
+    def of(cls, watched: Watched) -> Self | None:
+        """A probe for a run, None if the run does not ask for it."""
+        return cls(watched) if watched.periods[cls.watch] else None
+
+    def is_due(self, step: int) -> bool:
+        return (self.period > 0 and step % self.period == 0) or step in self.early
+
+    def switch(self, on: bool) -> None:
+        """Before a step begins: whether the probe is due in it."""
+
+    def inspect(self, step: int, batch: Any) -> list[Observation]:
+        """Looks at what `Monitor.batch` was given for ``step``; returns what is known at once."""
+        return []
+
+    def begin(self, step: Pending, named: NamedParameters) -> None:
+        """In the first step, and in any other in which the parameters are others than in the one before."""
+
+    def state(self, named: NamedParameters) -> list[Part]:
+        """What can be measured at any time, also between two steps."""
+        return []
+
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+        """What is to be measured in ``step``. Observations, and rows that are measured already, are added to it."""
+        return self.state(named)
+
+    def forget(self) -> None:
+        """Drops what was kept for the coming step, because the parameters were changed from outside."""
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+
+
+class HookedProbe(Probe):
+    """A probe with hooks that are switched off in steps where it is not due, which is cheaper than a test in each."""
+
+    def __init__(self, watched: Watched, hooks: dict[Hook, Any]) -> None:
+        """``hooks`` come with their handles."""
+        super().__init__(watched)
+        self.hooks = list(hooks)
+        self._remove = removed_with(self, list(hooks.values()))
+
+    def switch(self, on: bool) -> None:
+        for hook in self.hooks:
+            hook.on = on
+
+    def remove(self) -> None:
+        self._remove()
+
+
+def own_shards(named: NamedParameters) -> list[Any]:
+    """The parameters, or with an engine this rank's shards of them."""
+    return named.parameters if named.engine is None else named.engine.parameters(named.parameters)
+
+
+_MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def measurable(tensor: object) -> bool:
+    """Whether statistics of a tensor are useful: it is floating-point or complex, with 16 bits or more."""
+    return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and why_not_measured("", tensor) is None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is measurable, and has elements in memory of its own."""
+    is_dense = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_meta
+    return is_dense and tensor.dtype in _MEASURABLE and tensor.numel() > 0

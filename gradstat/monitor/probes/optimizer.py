@@ -1,0 +1,205 @@
+"""`OptimizerSteps`: which gradients an optimizer steps with, and whether it has the parameters that a model has."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradstat._core.hooks import Hook, removed_with
+from gradstat._core.parameters import NamedParameters
+from gradstat._step.optimizers import unwrapped
+from gradstat.monitor.probes.base import Part, Pending, Probe, Watched, own_shards
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# All watched optimizers, since several may share a model.
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class OptimizerSteps(Probe):
+    """Hears the steps of an optimizer, and compares it with the watched parameters.
+
+    It notes the scalar ``"not_zeroed"`` if the optimizer steps with gradients that contain those of its last step. For
+    that it looks at one parameter. A gradient that a step has used is the same tensor when the next one is added to it,
+    and its version is higher by exactly one: another tensor takes its place after it was set to None, and ``zero_()``
+    or any other change raises the version once more.
+
+    Attributes:
+        has_rival: Whether an optimizer has stepped that has none of the watched parameters.
+    """
+
+    watch = "optimizer"
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        assert watched.optimizer is not None
+        self._optimizer, self._trained, self._noted = watched.optimizer, watched.trained, watched.noted
+        _optimizers.add(self._optimizer)
+        self._follows: weakref.ref[Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
+        self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
+        self.has_rival = False
+        self._steps = self._version = 0  # of the optimizer; of the parameter
+        self._handles: list[Any] = []
+        self._remove = removed_with(self, self._handles)
+        stepping = unwrapped(self._optimizer)
+        if hasattr(stepping, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
+            self._handles.append(stepping.register_step_post_hook(Hook(self._has_stepped)))
+        self._watched: set[int] = set()
+        self._handles.append(register_optimizer_step_post_hook(Hook(self._any_has_stepped)))
+
+    @classmethod
+    def of(cls, watched: Watched) -> Self | None:
+        return None if watched.optimizer is None else cls(watched)
+
+    def remove(self) -> None:
+        self._remove()
+
+    # Steps -----------------------------------------------------------------------------------------------
+
+    def _any_has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
+        self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
+
+    def _follow(self, parameters: Sequence[Tensor]) -> None:
+        """Follows the first of the watched ``parameters`` that the optimizer trains and that has a gradient."""
+        self._watched = set(map(id, parameters))
+        trained = _ids_of(self._optimizer)
+        chosen = next((p for p in parameters if p.grad is not None and p.is_leaf and id(p) in trained), None)
+        if chosen is None or len(self._handles) < 2 or (self._follows is not None and self._follows() is chosen):
+            return
+        for handle in self._handles[2:]:
+            handle.remove()
+        self._follows, self._last, self._version = weakref.ref(chosen), None, chosen._version
+        self._handles[2:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
+
+    def _has_stepped(self, *_: Any) -> None:
+        self._steps += 1
+        parameter = None if self._follows is None else self._follows()
+        gradient = None if parameter is None else parameter.grad
+        self._noted.pop("not_zeroed", None)
+        if self._has_used and self._has_new:
+            self._noted["not_zeroed"] = 1.0
+        self._has_used, self._has_new = gradient is not None, False
+        self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def _has_accumulated(self, parameter: Tensor) -> None:
+        gradient, last = parameter.grad, self._last
+        assert gradient is not None
+        version = gradient._version
+        is_continued = last is not None and last[0]() is gradient and version == last[1] + 1
+        self._has_used, self._has_new = self._has_used and is_continued, True
+        self._last = weakref.ref(gradient), version
+
+    # Coverage --------------------------------------------------------------------------------------------
+
+    def begin(self, step: Pending, named: NamedParameters) -> None:
+        # Gradients of the last parameters are usually complete first, before others of the same bucket change.
+        self._follow(named.parameters[::-1])
+        if self.period:
+            self._observe_coverage(step, named.parameters, named.names())
+
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+        self._observe_coverage(step, own_shards(named), named.names())
+        return ()
+
+    def _observe_coverage(self, step: Pending, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        besides = list(self._trained.besides._parameters)
+        if besides and next(self._trained.model.parameters(), None) is None:
+            besides = []  # nothing is besides the model if there is none
+        parameter = None if self._follows is None else self._follows()
+        steps, version = self._steps, self._version
+        self._steps, self._version = 0, version if parameter is None else parameter._version
+        seen = coverage(self._optimizer, parameters, names, besides)
+        step.observe("coverage", seen._replace(steps=steps, changes=self._version - version))
+
+
+class Coverage(NamedTuple):
+    """Names of parameters for which model and optimizer do not agree."""
+
+    left_out: list[str]  # with a gradient, but in no optimizer
+    unused: list[str]  # without a gradient and in no optimizer, such as a target network's
+    frozen: list[str]  # frozen, but in the optimizer
+    unknown: list[str]  # in the optimizer, not watched, and without a gradient
+    besides: list[str]  # in the optimizer and watched, but not the model's
+    steps: int = 0  # that the optimizer has taken since the last look, as far as known
+    changes: int = 0  # in place since then, of one of its parameters
+    settings: Mapping[str, float] = MappingProxyType({})  # its weight decay and eps, by group
+
+
+def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
+    """Compares ``optimizer`` with the watched ``parameters``; ``besides`` names those that the model does not have."""
+    trained, watched = _ids_of(optimizer), set(map(id, parameters))
+    frozen = [(n, p) for n, p in zip(names, parameters, strict=True) if not p.requires_grad]
+    lacking: list[tuple[str, Tensor]] = []
+    if not watched <= trained:
+        anywhere = trained | ids_of_all()
+        lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
+    unknown: list[str] = []
+    if not trained <= watched:
+        unknown = [
+            f"param_groups[{g}]['params'][{i}]"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+            if id(parameter) not in watched and parameter.grad is None
+        ]
+    return Coverage(
+        left_out=[name for name, parameter in lacking if parameter.grad is not None],
+        unused=[name for name, parameter in lacking if parameter.grad is None],
+        frozen=[name for name, parameter in frozen if id(parameter) in trained],
+        unknown=unknown,
+        besides=besides,
+        settings={
+            f"{name} of group {i}": float(group[name])
+            for i, group in enumerate(optimizer.param_groups)
+            for name in ("weight_decay", "eps")
+            if isinstance(group.get(name), int | float)
+        },
+    )
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    return set().union(*(map(id, group["params"]) for group in optimizer.param_groups))
+
+
+def ids_of_all() -> set[int]:
+    """The ids of the parameters that any watched optimizer has."""
+    return set().union(*map(_ids_of, _optimizers))
+
+
+# Settings --------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float:
+    """A setting of a parameter group as a number; 0 if it is none."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
+    """The fields of `RunSettings` that describe an optimizer."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    makers = [kind.__module__ for kind in type(optimizer).__mro__ if "step" in vars(kind)]
+    is_torchs = bool(makers) and makers[0].startswith("torch.")
+    momenta, decays = [0.0], []
+    for group in groups:
+        betas = group.get("betas")
+        first, *others = betas if isinstance(betas, tuple | list) and betas else (group.get("momentum"), None)
+        momenta.append(_number(first))
+        decays += [_number(group.get("alpha", group.get("rho")) if other is None else other) for other in others]
+    return {
+        "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
+        "momentum": max(momenta),
+        # Per step (beta2), the smallest of all groups; 0 if one is not known.
+        "second_moment_decay": min(decays) if is_torchs and decays and all(0 < decay < 1 for decay in decays) else 0.0,
+        "is_torchs": is_torchs,
+        "maximizes": any(group.get("maximize") is True for group in groups),
+        "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
+    }

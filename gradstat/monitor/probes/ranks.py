@@ -1,0 +1,82 @@
+"""What ranks compare: which of them produced a NaN, whether parameters are equal, and whether batches differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradstat._core.hooks import removed_with
+from gradstat._core.parameters import NamedParameters
+from gradstat._core.wrappers import uncompiled
+from gradstat.monitor.probes.base import Part, Pending, Probe, Watched
+from gradstat.rules.rows import Observation
+
+
+class Origin(Probe):
+    """Which rank produced a NaN, watched before gradients are reduced; all ranks are asked after a step with one."""
+
+    watch = "origin"
+
+    def __init__(self, watched: Watched) -> None:
+        self.period = 1  # each result makes the watch begin anew
+        self._asks = watched.periods["origin"]
+        self._source = watched.source
+        self._tracker = _track(watched.trained.model, watched.options.backend)
+        self._remove = removed_with(self, [self._tracker])
+
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+        result = self._tracker.pending_result()
+        if step.step % self._asks == 0 and not self._source.is_joining():
+            step.late["origin"] = result
+        return ()
+
+    def remove(self) -> None:
+        self._remove()
+
+
+def _track(model: nn.Module, backend: str | None) -> Any:
+    if not isinstance(uncompiled(model), DistributedDataParallel):
+        raise TypeError(
+            f"watch={{'origin': 1}} needs a DistributedDataParallel model of torch, the only wrapper that exposes "
+            f"gradients before they are reduced; got {type(model).__module__}.{type(model).__qualname__}"
+        )
+    from gradstat.distributed import track_origin
+
+    return track_origin(model, backend=backend)
+
+
+class Replicas(Probe):
+    """Whether replicated parameters are equal on all ranks."""
+
+    watch = "replicas"
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._model, self._source = watched.trained.model, watched.source
+
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+        if not self._source.is_joining():
+            from gradstat.distributed import verify_replicas
+
+            step.observe("replicas", verify_replicas(self._model, what=("parameters",)))
+        return ()
+
+
+class Batches(Probe):
+    """Whether ranks got different batches."""
+
+    watch = "batches"
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._source = watched.source
+
+    def inspect(self, step: int, batch: Any) -> list[Observation]:
+        if self._source.is_joining():
+            return []
+        from gradstat.distributed import verify_batches
+
+        return [Observation("batches", step, verify_batches(batch))]

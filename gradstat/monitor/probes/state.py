@@ -1,0 +1,129 @@
+"""What a training keeps from step to step: parameters, buffers and optimizer states, and what a step adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradstat._core.parameters import NamedParameters
+from gradstat._core.tensors import is_uninitialized
+from gradstat.monitor.probes.base import Part, Pending, Probe, Watched, measurable, own_shards
+from gradstat.monitor.segments import Segment
+from gradstat.recording.kinds import name_of_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_META = torch.device("meta")
+
+
+class ParameterValues(Probe):
+    """Also observes how often each was changed in place, as autograd counts it."""
+
+    watch = "parameters"
+
+    def state(self, named: NamedParameters) -> list[Part]:
+        return parameters_of(named)
+
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+        versions = {
+            name: parameter._version
+            for name, parameter in zip(named.names(), own_shards(named), strict=True)
+            if parameter.requires_grad and not is_uninitialized(parameter) and not parameter.is_inference()
+        }
+        step.observe("versions", versions)
+        return self.state(named)
+
+
+class Buffers(Probe):
+    watch = "buffers"
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._model = watched.model
+
+    def state(self, named: NamedParameters) -> list[Part]:
+        found = {name: buffer for name, buffer in self._model.named_buffers() if measurable(buffer)}
+        return [(Segment("buffer", tuple(found)), list(found.values()))] if found else []
+
+
+class OptimizerStates(Probe):
+    watch = "optimizer"
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._optimizer: Any = watched.optimizer
+
+    @classmethod
+    def of(cls, watched: Watched) -> Self | None:
+        return None if watched.optimizer is None else super().of(watched)
+
+    def state(self, named: NamedParameters) -> list[Part]:
+        return states_of(self._optimizer, named)
+
+
+def parameters_of(named: NamedParameters) -> list[Part]:
+    parameters = own_shards(named)
+    return [(Segment("parameter", tuple(named.names())), parameters)] if parameters else []
+
+
+def states_of(optimizer: Optimizer, named: NamedParameters) -> list[Part]:
+    """The tensors in an optimizer's state that have the shape of their parameter, a segment for each state key."""
+    # Keyed by id, because hashing a tensor is slow.
+    states = {id(parameter): state for parameter, state in optimizer.state.items()}
+    by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
+    for name, parameter in zip(named.names(), own_shards(named), strict=True):
+        for key, value in states.get(id(parameter), {}).items():
+            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                of_key, tensors = by_key.setdefault(key, ([], []))
+                of_key.append(name)
+                tensors.append(value)
+    return [(Segment(name_of_state(key), tuple(of_key)), tensors) for key, (of_key, tensors) in by_key.items()]
+
+
+class Updates(Probe):
+    """Copies the parameters when it is due; one step later, what was added to them in between."""
+
+    watch = "updates"
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._unwatched = watched.unwatched
+        self._old: dict[str, Tensor] | None = None  # copies of parameters before the update
+
+    def is_due(self, step: int) -> bool:
+        return step % self.period in (0, 1 % self.period)
+
+    def begin(self, step: Pending, named: NamedParameters) -> None:
+        self._old = None  # the difference to another parameter is no update
+
+    def take(self, step: Pending, named: NamedParameters) -> Iterator[Part]:
+        old, self._old = self._old, None
+        parameters = dict(zip(named.names(), own_shards(named), strict=True))
+        if old is not None:
+            now, copies = [p.detach() for name, p in parameters.items() if name in old], list(old.values())
+            # If not, the parameters were moved, or their data was replaced.
+            if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
+                updates = self._make_or_meta(step.step, now, lambda: list(torch._foreach_sub(now, copies)))
+                yield Segment("update", tuple(old)), updates
+        if step.step % self.period == 0:
+            kept = {n: p.detach() for n, p in parameters.items() if p.requires_grad and measurable(p)}
+            before = list(kept.values())
+            copies = self._make_or_meta(step.step, before, lambda: [parameter.clone() for parameter in before])
+            self._old = dict(zip(kept, copies, strict=True))
+
+    def _make_or_meta(self, step: int, like: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """The tensors of ``make``; if it runs out of memory, meta tensors, so that no other rank waits in vain."""
+        try:
+            with torch.no_grad():
+                return make()
+        except Exception:
+            self._unwatched.report_failure(step, "the last update could not be measured")
+            return [torch.empty_like(tensor, device=_META) for tensor in like]
+
+    def forget(self) -> None:
+        self._old = None

@@ -1,0 +1,335 @@
+"""`Recorder`: measures a step, gradients and all else that is due, in one launch, and starts the copy to the host."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, Trained, gradients_of
+from gradstat._core.tensors import is_distributed, shard_of
+from gradstat._core.wrappers import uncompiled, without_ddp
+from gradstat._step import loss_scale
+from gradstat.check import check_tensors
+from gradstat.guard import checked_value, last_guards
+from gradstat.monitor.options import MonitorOptions
+from gradstat.monitor.probes.activations import Activations
+from gradstat.monitor.probes.backward_order import BackwardOrder
+from gradstat.monitor.probes.base import Leaves, Pending, Probe, Source, Watched, measurable, own_shards
+from gradstat.monitor.probes.inputs import Inputs
+from gradstat.monitor.probes.model import Dropped, Untrained, leaves_of
+from gradstat.monitor.probes.optimizer import OptimizerSteps
+from gradstat.monitor.probes.outputs import Outputs
+from gradstat.monitor.probes.ranks import Batches, Origin, Replicas
+from gradstat.monitor.probes.state import (
+    Buffers,
+    OptimizerStates,
+    ParameterValues,
+    Updates,
+    parameters_of,
+)
+from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
+from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
+from gradstat.recording.kinds import SCALARS
+from gradstat.rules.rows import Observation, rate_name
+
+_P = TypeVar("_P", bound=Probe)
+
+# All probes, in the order in which they are asked. `Origin` is first, since it may refuse the model.
+_PROBES: tuple[type[Probe], ...] = (
+    Origin,
+    OptimizerSteps,
+    Inputs,
+    Updates,
+    Outputs,
+    Replicas,
+    Batches,
+    ParameterValues,
+    Buffers,
+    OptimizerStates,
+    Activations,
+    Dropped,
+    Untrained,
+)
+
+
+class Recorder:
+    """Measures what is due in each step. ``reduce_to`` is for `PendingRows`, other arguments are a monitor's.
+
+    Attributes:
+        first_gradient: The first gradient of the last step, if it had one, and its version, which another backward pass
+            changes.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        optimizer: Optimizer | None,
+        scaler: Any,
+        periods: Mapping[str, int],
+        classes: int | Mapping[str, int] | None,
+        options: MonitorOptions,
+        reduce_to: ReduceTo,
+        unwatched: Unwatched,
+        source: Source,
+    ) -> None:
+        self.trained, self.optimizer, self.scaler = trained, optimizer, scaler
+        self._backend, self._extra_groups, self._reduce_to = options.backend, options.extra_groups, reduce_to
+        self._unwatched = unwatched
+        self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
+        self._noted: dict[str, float] = {}
+        self._leaves: dict[str, Leaves] = {}
+        engine = self._engine = trained.named_parameters().engine
+        self.inner = trained.model if engine is None else engine.module
+        watched = Watched(
+            trained, self.inner, optimizer, periods, classes, options, unwatched, source, self._noted, self._leaves
+        )
+        probes = [kind.of(watched) for kind in _PROBES]
+        self._probes = [probe for probe in probes if probe is not None]
+        # Most steps are quiet: only what is due in every step is due, and nothing is due early.
+        self._quiet = self._due = [probe for probe in self._probes if probe.period == 1]
+        self._often = math.gcd(*(probe.period for probe in self._probes if probe.period > 1)) or sys.maxsize
+        self._early = frozenset().union(*(probe.early for probe in self._probes))
+        self._head = [Segment("gradient", ())]  # the gradients, and scalars that are on a device
+        self._segments: list[Segment] = []  # of the last step: mostly those of the next, which then is the same list
+        self._on_device: list[str] = []
+        self._named: NamedParameters | None = None  # of the last step
+        self._last_seen: tuple[Sequence[str], list[weakref.ref[Tensor]]] = ((), [])
+        self._order, self._inputs = BackwardOrder(watched), self._probe(Inputs)
+        self._probes.append(self._order)
+        self._prepare(0)
+
+    def _probe(self, kind: type[_P]) -> _P | None:
+        """The probe of this kind, if the run has one."""
+        return next((probe for probe in self._probes if isinstance(probe, kind)), None)
+
+    def _prepare(self, step: int) -> None:
+        """Finds out what is due in ``step``, and switches hooks on and off for it."""
+        is_due = [probe.is_due(step) for probe in self._probes]
+        for probe, on in zip(self._probes, is_due, strict=True):
+            probe.switch(on)
+        due = list(itertools.compress(self._probes, is_due))
+        self._due = self._quiet if due == self._quiet else due
+
+    def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
+        """Measures what is due in ``step``, and the ``scalars`` and ``on_device`` of `scalars`. No host sync."""
+        due = self._due
+        if due is not self._quiet or (step + 1) % self._often == 0 or step + 1 in self._early:
+            self._prepare(step + 1)
+        self.first_gradient = None, 0
+        named = self.trained.named_parameters()
+        tensors, positions, missing = gradients_of(named.parameters, named.engine)
+        if tensors and isinstance(tensors[0], Tensor):  # a shard of an engine's buffer is in no ``.grad``
+            self.first_gradient = weakref.ref(tensors[0]), tensors[0]._version
+        is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self.optimizer)
+        if named.engine is not None and named.engine.loss_scale is not None:
+            scalars["loss_scale"], is_scaled = named.engine.loss_scale, True
+        pending = Pending(step, [], [*on_device], scalars, is_scaled, [], {})
+        if missing:
+            scalars["missing"] = float(len(missing))
+            pending.observe("missing", missing)  # rows cannot tell a missing gradient from a frozen parameter
+        if self._noted:
+            scalars |= self._noted
+            self._noted.clear()
+        head = self._head
+        names = head[0].names if named is self._named else tuple(named.names())
+        if names is not head[0].names or positions != head[0].positions or pending.on_device != self._on_device:
+            self._on_device = pending.on_device
+            head = self._head = [Segment("gradient", names, positions)]
+            if on_device:
+                head.append(Segment("scalars", tuple(on_device)))
+        if named is not self._named:
+            self._begin(pending, named)
+            self._named = named
+        segments = [*head]
+        tensors += on_device.values()
+        for probe in due:
+            # Gradients are measured even if this fails: other ranks wait in their collectives.
+            try:
+                for segment, more in probe.take(pending, named):
+                    segments.append(segment)
+                    tensors += more
+            except PROPAGATED_ERRORS:  # noqa: PERF203 - in most steps there is one
+                raise
+            except Exception:
+                self._unwatched.report_failure(step, probe.lost)
+        if segments == self._segments:
+            segments = self._segments
+        self._segments, left_out = segments, self._unwatched.left_out
+        pending.numbers[:0] = measure_segments(
+            segments, tensors, named.parameters, self._backend, self._reduce_to, left_out, self._extra_groups
+        )
+        if left_out:
+            self._unwatched.report_left_out(step)
+        return pending
+
+    def _begin(self, pending: Pending, named: NamedParameters) -> None:
+        """Tells probes if the parameters are others than in the step before."""
+        names, parameters = named.names(), named.parameters
+        if names is self._last_seen[0]:
+            return  # a changed module is walked again, which makes a new tuple of names
+        last_seen = [reference() for reference in self._last_seen[1]]
+        self._last_seen = names, list(map(weakref.ref, parameters))
+        if len(last_seen) != len(parameters) or not all(map(operator.is_, last_seen, parameters)):
+            for probe in self._probes:
+                probe.begin(pending, named)
+
+    # What others tell it ---------------------------------------------------------------------------------
+
+    def note_late_clip(self) -> None:
+        """Gradients were clipped between a step and the next backward pass."""
+        self._noted["late_clip"] = 1.0
+
+    def saw_loss(self, losses: Sequence[Any]) -> None:
+        """Looks at the graph of the first loss."""
+        graphs = [loss for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+        if graphs and "loss" not in self._leaves:
+            self._leaves["loss"] = [leaf for loss in graphs for leaf in leaves_of(loss)]
+
+    def inspect_batch(self, step: int, batch: Any) -> list[Observation]:
+        """Collects the tensors of a batch, to be measured with the step; returns what is known of them at once."""
+        return [seen for probe in self._due for seen in probe.inspect(step, batch)]
+
+    def check_label_range(self, step: int, path: str, low: float, high: float) -> list[Observation]:
+        """An observation if labels from ``low`` to ``high`` are outside of the classes."""
+        return [] if self._inputs is None else self._inputs.check_label_range(step, path, low, high)
+
+    def scalars(
+        self, loss: Tensor | float | None, lr: float | Tensor | None, given: Mapping[str, Tensor | float] | None = None
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Loss, learning rate, loss scale, what the guard said and what is ``given``: on the host, then on a device."""
+        on_host: dict[str, float] = {}
+        on_device: dict[str, Tensor] = {}
+        others: list[tuple[str, Any]] = []
+        if lr is None and self.optimizer is not None:
+            groups = self.optimizer.param_groups
+            lr = groups[0].get("lr")
+            for number in range(1, len(groups)):
+                rate = groups[number].get("lr")
+                if rate is not lr and (isinstance(rate, Tensor) or isinstance(lr, Tensor) or rate != lr):
+                    others.append((rate_name(number), rate))
+        for name, value in given.items() if given else ():
+            if name in SCALARS or name.startswith("lr["):
+                raise ValueError(f"scalars has {name!r}, which gradstat records itself; choose another name")
+            others.append((name, value))
+        if "loss" not in self._leaves and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            with self._unwatched.suppress_errors(0, "the graph of the loss could not be looked at"):
+                self.saw_loss([loss])
+        for name, value in (("loss", loss), ("lr", lr), *others):
+            if type(value) is float:
+                on_host[name] = value
+            elif isinstance(value, Tensor):
+                if value.numel() != 1 or not value.dtype.is_floating_point:
+                    checked_value(name, value)  # raises
+                if value.is_cpu and type(value) in PLAIN_TYPES:
+                    try:
+                        on_host[name] = value.item()
+                        continue
+                    except RuntimeError:  # inside a torch.func transform, which `collect` reports
+                        pass
+                on_device[name] = value.detach()
+            elif value is not None:
+                if not isinstance(value, Real):
+                    raise TypeError(f"{name} is a {type(value).__name__}; expected a number or a tensor of one element")
+                on_host[name] = float(value)
+        if self.scaler is not None:
+            scale = getattr(self.scaler, "_scale", None)
+            if scale is not None:
+                on_device["loss_scale"] = scale
+        guard = None if self.optimizer is None else last_guards.get(self.optimizer)
+        if guard is not None and guard.reason is not None:
+            on_device["refused"] = guard.reason
+        return on_host, on_device
+
+    # Between two steps -----------------------------------------------------------------------------------
+
+    def measure_state(self, step: int, measured: set[str]) -> list[PendingRows]:
+        """Measures parameters, buffers and optimizer states now, except the kinds in ``measured``; no collectives."""
+        named = self.trained.named_parameters()
+        if is_distributed(own_shards(named)):
+            return []  # would need collectives, which the other ranks would not join
+        segments, tensors = [], []
+        for segment, some in (part for probe in self._probes for part in probe.state(named)):
+            # The states of a tensor subclass are kinds of their own, ``exp_avg.scale`` for instance.
+            if segment.kind not in measured and not any(kind.startswith(f"{segment.kind}.") for kind in measured):
+                segments.append(segment)
+                tensors += some
+        if not segments:
+            return []
+        numbers = measure_segments(segments, tensors, None, self._backend, None, self._unwatched.left_out)
+        self._unwatched.report_left_out(step)
+        return numbers
+
+    def is_finite(self) -> bool:
+        """Whether parameters and optimizer states are finite now; only this rank's shards. Syncs with the device."""
+        named, states = self.trained.named_parameters(), self._probe(OptimizerStates)
+        parts = parameters_of(named) + ([] if states is None else states.state(named))
+        plain = [part.detach() for _, some in parts for tensor in some for _, part in plain_parts(shard_of(tensor))]
+        return not check_tensors(list(filter(measurable, plain)), backend=self._backend).nonfinite
+
+    def resume(self, step: int) -> None:
+        """Prepares for ``step`` of a resumed run, whose backward order is known."""
+        self._order.remove()
+        self.forget()
+        self._prepare(step)
+
+    def forget(self) -> None:
+        """Drops what was kept for the next step, because the parameters were changed from outside."""
+        for probe in self._probes:
+            probe.forget()
+
+    def remove(self) -> None:
+        """Removes all hooks and drops all tensors."""
+        for probe in self._probes:
+            probe.forget()
+            probe.remove()
+        self._probes, self._quiet, self._due = [], [], []
+
+    # What is known of the run ----------------------------------------------------------------------------
+
+    @property
+    def backward_order(self) -> tuple[str, ...]:
+        """The names of the parameters, by when their gradients were complete in the first step."""
+        return self._order.names
+
+    @backward_order.setter
+    def backward_order(self, names: tuple[str, ...]) -> None:
+        self._order.names = names
+
+    @property
+    def is_scaled(self) -> bool:
+        if self._engine is not None:
+            return self._engine.loss_scale is not None
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
+    @property
+    def has_rival(self) -> bool:
+        """Whether an optimizer has stepped that has none of the watched parameters."""
+        steps = self._probe(OptimizerSteps)
+        return steps is not None and steps.has_rival
+
+    @property
+    def origin_is_unknown(self) -> bool:
+        """Whether gradients are reduced over ranks without recording which rank produced NaN."""
+        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        if is_alone or torch.distributed.get_world_size() == 1 or self._probe(Origin) is not None:
+            return False
+        return not is_distributed(self.trained.named_parameters().parameters)
+
+
+def model_name(model: nn.Module) -> str:
+    """The class name of a model without the wrappers of ``torch.compile`` and DDP; of parameters, what they are of."""
+    model = uncompiled(without_ddp(uncompiled(model)))
+    if not isinstance(model, Parameters):
+        return type(model).__name__
+    parts = dict.fromkeys(name.partition(".")[0] for name, _ in model.named_parameters())
+    return " and ".join(parts) if 0 < len(parts) < 4 else "the optimizer's parameters"

@@ -1,0 +1,25 @@
+"""The probe of outputs by itself, without a monitor: what it notes of the passes of any module."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from gradstat.monitor.probes.base import Pending
+from gradstat.monitor.probes.outputs import Outputs
+from gradstat.recording.kinds import DEFAULT_WATCH
+from gradstat.rules.output_facts import OutputFacts
+
+
+class SeenOutputs:
+    """Looks at the outputs of ``model`` from now on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        run: Any = SimpleNamespace(model=model, periods=DEFAULT_WATCH, leaves={})
+        self._probe = Outputs(run)
+
+    def take(self) -> OutputFacts | None:
+        """The facts of the last pass since the last call."""
+        step, nothing = Pending(0, [], [], {}, False, [], {}), None
+        assert not [*self._probe.take(step, nothing)]
+        return step.late["outputs"]() if step.late else None
