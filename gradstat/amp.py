@@ -19,9 +19,9 @@ from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, to_device
 from gradstat._step import loss_scale, optimizers
-from gradstat._step.measured import StepMeasurement, Unscaled, refuse_float16
+from gradstat._step.record import StepRecord, Unscaled, refuse_float16, to_clip
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._base import ToClip, checked_limit
+from gradstat.adaptive._base import checked_limit, refuse
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
 from gradstat.counters import StepCounters
@@ -126,9 +126,9 @@ class GradScaler(TorchGradScaler):
                 return limit.clip_(named.parameters)
             return clip_grad_norm_(named.parameters, limit)
         collected = gradients_of(named.parameters)
-        given = ToClip(collected.tensors, collected.owners(named.parameters), labels_of(named, collected).of)
+        given = to_clip(named, collected)
         if isinstance(limit, AdaptiveClip) and given.tensors:
-            limit.require(given)
+            refuse(limit, given)
         with announce.change(named.parameters, self):
             self.unscale_(optimizer)
             unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
@@ -176,10 +176,9 @@ class GradScaler(TorchGradScaler):
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
             step = norms.StepRequest(math.inf, scale, None)
-            labels = labels_of(named, gradients)
-            measured = StepMeasurement.of(gradients.tensors, labels, step, named, None, self.extra_groups)
-            self._keep(optimizer, measured.report)
-            found_inf, own_divisor, _ = measured.verdict.unbind()
+            record = StepRecord.of(named, gradients, step, extra_groups=self.extra_groups)
+            self._keep(optimizer, record.report)
+            found_inf, own_divisor, _ = record.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
         returned: float | None = None
         decides_itself = honors and not optimizers.first_momentum_is_at_risk(optimizer)

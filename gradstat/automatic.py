@@ -21,7 +21,7 @@ from gradstat._core.parameters import Parameters, named_parameters_of
 from gradstat._core.warn import not_replacing, warn
 from gradstat._step import decision, optimizers, torch_calls
 from gradstat._step.loss_scale import is_still_scaled
-from gradstat._step.measured import clip_before_step
+from gradstat._step.record import clip_before_step
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.monitor import Monitor

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstat._core.backends import COMPILED_FOR
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
-from gradstat._core.measure import COMPILED_FOR, measure, resolve_for
+from gradstat._core.measure import Spread, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.native import operators
 from gradstat._core.parameters import Labels, gradients_of, labels_of, named_parameters_of
@@ -117,13 +118,10 @@ def _launched(
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
     labels = labels_of(named, gradients)
-    parameters, names = named.parameters, named.names
-    if engine is not None and gradients.positions is not None:  # not in ``.grad``; same parameters on all ranks
-        parameters, names = [parameters[i] for i in gradients.positions], labels.names
-    measured = measure(
-        gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups,
-        to_host=True,
-    )  # fmt: skip
+    spread = Spread(named.parameters, named.names, extra_groups)
+    if engine is not None:  # not in ``.grad``; same parameters on all ranks
+        spread = Spread(gradients.owners(named.parameters), labels.names, extra_groups)
+    measured = measure(gradients.tensors, labels.of, backend, spread, to_host=True)
     return measured, functools.partial(report_of, labels, scale)
 
 
@@ -152,7 +150,7 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
             raise TypeError(f"expected a tensor, or tensors in a mapping or sequence, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [name_by_position(i) for i in range(len(listed))]
-    rows = HostRows(measure(listed, names.__getitem__, backend, over_ranks=False, to_host=True))
+    rows = HostRows(measure(listed, names.__getitem__, backend, None, to_host=True))
     return Report(lambda: names, rows.table(), rows.infos, what="tensor")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import cast
@@ -10,21 +11,11 @@ import torch
 from torch import Tensor
 
 from gradstat._core import announce, norms
-from gradstat._core.measure import direct_for, is_fused, kernels_for, norm_of
+from gradstat._core.measure import Spread, is_fused, measure_norm
+from gradstat._core.multiply import clip_, scale_
 from gradstat._core.native import operators
 from gradstat._core.parameters import as_list, gradients_to_clip, require_foreach
-from gradstat._core.tensors import (
-    ExtraGroups,
-    NameOf,
-    by_device,
-    contiguous_for_update,
-    is_dense,
-    is_distributed,
-    name_by_position,
-    shard_of,
-    to_device,
-    writable,
-)
+from gradstat._core.tensors import ExtraGroups, is_distributed, name_by_position, to_device
 from gradstat._core.text import as_number
 
 
@@ -81,28 +72,10 @@ def clip_grad_norm_(
         require_in_compiled("clip_grad_norm_", is_plain and is_fused(gradients, norm_type))
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
+    accept = functools.partial(raise_if_nonfinite, norm_type=norm_type) if error_if_nonfinite else None
+    spread = Spread(listed, extra_groups=extra_groups)
     with announce.change(listed if max_norm != math.inf else ()):
-        norm = direct = None
-        if gradients and extra_groups is None and is_fused(gradients, norm_type):
-            direct = direct_for(gradients[0], backend)
-        if direct is not None and not error_if_nonfinite:
-            # The kernels do everything, or nothing if not all gradients are ordinary.
-            norm = direct.clip_(gradients, max_norm, norm_type)
-        elif direct is not None and (measured := direct.measure_norm(gradients, max_norm, norm_type)) is not None:
-            raise_if_nonfinite(measured[0], norm_type)
-            if max_norm == math.inf or direct.scale_(gradients, measured[1]):
-                norm = measured[0]
-        if norm is None:
-            in_place = max_norm != math.inf
-            total = norm_of(
-                gradients, norm_type, name_of, backend, parameters=listed, extra_groups=extra_groups, in_place=in_place
-            )
-            shards = list(map(shard_of, gradients))
-            norm = total.to(norms.norm_dtype(shards))
-            if error_if_nonfinite:
-                raise_if_nonfinite(norm, norm_type)
-            if shards and in_place:
-                scale_gradients_(shards, norms.clip_multiplier(total, max_norm), name_of, backend)
+        norm = clip_(gradients, max_norm, norm_type, name_of, backend, spread, accept=accept)
         if max_norm != math.inf:
             # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
             torch.autograd.graph.increment_version(gradients)
@@ -144,15 +117,8 @@ def get_total_norm(
         require_in_compiled("get_total_norm", is_plain and is_fused(listed, norm_type))
         compiled: Tensor = operators(listed[0].device).measure_norm.default(listed, math.inf, norm_type)[0]
         return compiled
-    direct = None
-    if extra_groups is None and is_fused(listed, norm_type):
-        direct = direct_for(listed[0], backend)
-    measured = direct.measure_norm(listed, math.inf, norm_type) if direct is not None else None
-    if measured is not None:
-        norm = measured[0]
-    else:
-        total = norm_of(listed, norm_type, name_by_position, backend, extra_groups=extra_groups)
-        norm = total.to(norms.norm_dtype(listed))
+    spread = Spread(extra_groups=extra_groups)
+    norm, _ = measure_norm(listed, math.inf, norm_type, name_by_position, backend, spread)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     return norm
@@ -193,7 +159,7 @@ def clip_grads_with_norm_(
             device = gradients[0].device
             operators(device).scale_.default(gradients, to_device(multiplier, device))
             return
-        scale_gradients_(gradients, multiplier, name_of, backend)
+        scale_(gradients, multiplier, name_of, backend)
         torch.autograd.graph.increment_version(gradients)
 
 
@@ -235,34 +201,3 @@ def _given_norm(total_norm: Tensor | float) -> Tensor:
             f"{total_norm.dtype}"
         )
     return total_norm.detach().double()
-
-
-def scale_gradients_(gradients: list[Tensor], multiplier: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Multiplies gradients in place by the first element of ``multiplier``, unless it is 1. No host sync.
-
-    RuntimeError or NotImplementedError, before any gradient is changed, if one cannot be scaled in place.
-    """
-    direct = direct_for(gradients[0], backend)
-    on_device = to_device(multiplier, gradients[0].device)
-    if direct is not None and direct.scale_(gradients, on_device):
-        return
-    with torch.no_grad():
-        targets = writable(gradients, name_of)
-        if direct is None or not direct.scale_(targets, on_device):
-            scale_everywhere_(targets, multiplier.reshape(-1)[0], name_of, backend)
-
-
-def scale_everywhere_(targets: list[Tensor], multiplier: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Scales tensors from `writable`, on any devices, by a 0-d ``multiplier`` or each by its own.
-
-    Views that are not dense are copied, scaled and copied back.
-    """
-    groups = by_device(targets)
-    kernels = kernels_for(groups, backend, name_of)
-    for device, at in groups.items():
-        by = multiplier
-        if multiplier.dim() and len(groups) > 1:
-            by = multiplier[to_device(torch.tensor(at, device="cpu"), multiplier.device)]
-        scale_ = kernels[device].scale_each_ if multiplier.dim() else kernels[device].scale_
-        with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
-            scale_(dense, to_device(by, device))

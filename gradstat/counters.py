@@ -81,9 +81,8 @@ def counters_on(optimizer: Optimizer, device: torch.device | None) -> StepCounte
     None is for a step without gradients: existing counters stay on their device, and new ones are made on the CPU.
     """
     earlier = _counters.get(optimizer)
-    if device is None:
-        device = torch.device("cpu") if earlier is None else earlier.tensor.device
-    counters = StepCounters.on(device, earlier, "the counters of guarded_step")
-    if counters is not earlier:
-        _counters[optimizer] = counters
-    return counters
+    if earlier is not None and device in (None, earlier.tensor.device):
+        return earlier
+    made = StepCounters.on(device or torch.device("cpu"), earlier, "the counters of guarded_step")
+    _counters[optimizer] = made
+    return made

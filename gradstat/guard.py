@@ -183,134 +183,139 @@ class SpikeGuard:
             ValueError: The state is of another method or window, or not what `state_dict` returns; the entry is named.
                 Nothing has been changed then.
         """
-        self.state.load_(self.checked(state))
-
-    def checked(self, state: Any, place: str = "state") -> Tensor:
-        """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
-
-        def fit_totals(totals: Tensor) -> Tensor:
-            fits = are_counts(totals)
-            fits[_REASON] &= totals[_REASON] < 2 ** len(_REASONS)
-            return fits
-
-        kinds = {
-            "totals": Numbers((_TOTALS,), "counts, and a reason below 8", fit_totals),
-            "values": Numbers((len(SERIES), self._window), "a finite number", torch.isfinite),
-        }
-        require(state, {"rule": exactly(self._method), "tensors": kinds}, place)
-        totals, values = (state["tensors"][name].detach() for name in kinds)
-        return torch.cat([totals.to(values.device), values.reshape(-1)])
-
-    def decide(
-        self,
-        kernels: Kernels,
-        scaling: Tensor,
-        verdict: Tensor,
-        loss: Tensor | None,
-        counters: Tensor | None,
-        streams: Streams,
-    ) -> Tensor:
-        """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
-
-        ``kernels`` are a backend's. ``scaling`` and ``verdict`` are from the step's decision; its multiplier is
-        multiplied by ``scale`` if the step is refused. ``loss`` and ``update`` are judged if they are given.
-        ``counters`` are the optimizer's, and count the step. ``streams`` are the streams that ``scaling`` is filled on.
-        """
-        device = verdict.device
-        memory = self.state.moved_to(device, "the state of a guard")
-        self.state.streams = streams
-        if loss is not None:
-            loss = to_device(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
-        if kernels.guard_ is not None:
-            options = (float(self._by_sigmas), *self._method_options)
-            return kernels.guard_(options, memory, self._window, scaling, verdict, loss, counters)
-        return self._judge(memory, scaling, verdict, loss, counters)
-
-    def _judge(
-        self, memory: Tensor, scaling: Tensor, verdict: Tensor, loss: Tensor | None, counters: Tensor | None
-    ) -> Tensor:
-        """Same as csrc/decide.h, which explains it, in plain torch."""
-        threshold, warmup, most_in_a_row, scale, *limits = self._method_options
-        by_sigmas, window, values = self._by_sigmas, self._window, (loss, scaling[norms.NORM])
-        totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
-        recorded = totals[_RECORDED:]
-        finite, no = verdict[norms.SKIP] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
-        above, outliers = [no] * len(SERIES), [no] * len(SERIES)
-        for i, value in enumerate(values):
-            if value is None:
-                continue
-            value = value.reshape(()).to(torch.float64)
-            finite = finite & value.isfinite()
-            newest = 0 if by_sigmas else window // 8
-            places = torch.arange(window, device=memory.device)
-            is_compared = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)
-            ring = torch.where(is_compared, rings[i], math.nan)
-            if by_sigmas:
-                count = recorded[i].clamp(max=window)
-                centre = ring.nansum() / count
-                spread = ((ring - centre).square().nansum() / (count - 1)).sqrt()
-            else:
-                centre = ring.nanquantile(0.5)
-                spread = MAD * (ring - centre).abs().nanquantile(0.5)
-                largest = torch.where(is_compared, rings[i], -math.inf).amax()
-                spread = torch.maximum(torch.maximum(spread, OF_LARGEST * (largest - centre)), OF_MEDIAN * centre.abs())
-            above[i] = value > limits[i]
-            is_known = recorded[i] >= max(warmup, newest + 2)
-            outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
-        is_above, is_outlier = torch.stack(above).any(), torch.stack(outliers).any()
-        accepts_new_level = finite & is_outlier & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
-        refused = finite & (is_above | (is_outlier & ~accepts_new_level))
-        why = torch.stack([a | o for a, o in zip(above, outliers, strict=True)]) & refused
-        is_recorded = finite & ~refused if not by_sigmas else finite
-        recorded.mul_(~accepts_new_level)
-        for i, value in enumerate(values):
-            if value is not None:
-                at = (recorded[i] % window).long().view(1)
-                held_now = rings[i].gather(0, at)
-                rings[i].scatter_(0, at, torch.where(is_recorded, value.reshape(1).to(torch.float64), held_now))
-                recorded[i] += is_recorded
-        scaled = refused if scale else no
-        multiplier = torch.where(scaled, scale, 1.0).to(torch.float64)
-        skip = ~finite | (refused & ~scaled)
-        bits = to_device(torch.tensor([2.0, 4.0], dtype=torch.float64, device="cpu"), memory.device)
-        reason = (why * bits).sum() + (~finite).to(torch.float64)
-        totals[0] += 1
-        totals[_REFUSED] += refused
-        totals[_BY:_NONFINITE] += why
-        totals[_NONFINITE] += ~finite
-        totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
-        totals[_REASON] = reason
-        scaling[norms.MULTIPLIER].mul_(multiplier)
-        if counters is not None:
-            norms.count_step(counters, skip)
-        judged = [skip, verdict[norms.DIVISOR] / multiplier, verdict[norms.LOSS_SCALE], reason]
-        return torch.stack(judged).to(torch.float32)
+        self.state.load_(state_tensor_of(self, state))
 
     @property
     def reason(self) -> Tensor:
         """Why the last step was not taken unchanged, as bits in a 0-d float64 on the device."""
         return self.state.tensor[_REASON]
 
-    def leave(self, loss: Tensor | None, error: Exception) -> None:
-        """After a step failed with ``error``, still takes part in the mean of the loss: other ranks wait for it."""
-        if loss is None or not torch.distributed.is_available():
-            return
-        from gradstat._core.collectives import UnreachableRankError
 
-        if not isinstance(error, UnreachableRankError):
-            self._over_ranks(torch.full_like(loss, math.nan, requires_grad=False))
+def state_tensor_of(guard: SpikeGuard, state: Any, place: str = "state") -> Tensor:
+    """The state tensor that ``guard.load_state_dict`` takes from the ``state`` at this place; ValueError as there."""
 
-    def _over_ranks(self, loss: Tensor) -> Tensor:
-        dist = torch.distributed
-        if not dist.is_available() or not dist.is_initialized():
-            return loss
-        from gradstat._core import collectives
+    def fit_totals(totals: Tensor) -> Tensor:
+        fits = are_counts(totals)
+        fits[_REASON] &= totals[_REASON] < 2 ** len(_REASONS)
+        return fits
 
-        group = collectives.require_member(self._group)
-        if dist.get_world_size(group) == 1:
-            return loss
-        mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
-        return collectives.reduce_(mean, dist.ReduceOp.SUM, [group], "guarded_step with a guard")
+    kinds = {
+        "totals": Numbers((_TOTALS,), "counts, and a reason below 8", fit_totals),
+        "values": Numbers((len(SERIES), guard._window), "a finite number", torch.isfinite),
+    }
+    require(state, {"rule": exactly(guard._method), "tensors": kinds}, place)
+    totals, values = (state["tensors"][name].detach() for name in kinds)
+    return torch.cat([totals.to(values.device), values.reshape(-1)])
+
+
+def decide(
+    guard: SpikeGuard,
+    kernels: Kernels,
+    scaling: Tensor,
+    verdict: Tensor,
+    loss: Tensor | None,
+    counters: Tensor | None,
+    streams: Streams,
+) -> Tensor:
+    """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
+
+    ``kernels`` are a backend's. ``scaling`` and ``verdict`` are from the step's decision; its multiplier is
+    multiplied by ``scale`` if the step is refused. ``loss`` and ``update`` are judged if they are given.
+    ``counters`` are the optimizer's, and count the step. ``streams`` are the streams that ``scaling`` is filled on.
+    """
+    device = verdict.device
+    memory = guard.state.moved_to(device, "the state of a guard")
+    guard.state.streams = streams
+    if loss is not None:
+        loss = to_device(_over_ranks(guard, loss.detach() if loss.requires_grad else loss), device)
+    if kernels.guard_ is not None:
+        options = (float(guard._by_sigmas), *guard._method_options)
+        return kernels.guard_(options, memory, guard._window, scaling, verdict, loss, counters)
+    return _judge(guard, memory, scaling, verdict, loss, counters)
+
+
+def _judge(
+    guard: SpikeGuard, memory: Tensor, scaling: Tensor, verdict: Tensor, loss: Tensor | None, counters: Tensor | None
+) -> Tensor:
+    """Same as csrc/decide.h, which explains it, in plain torch."""
+    threshold, warmup, most_in_a_row, scale, *limits = guard._method_options
+    by_sigmas, window, values = guard._by_sigmas, guard._window, (loss, scaling[norms.NORM])
+    totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
+    recorded = totals[_RECORDED:]
+    finite, no = verdict[norms.SKIP] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
+    above, outliers = [no] * len(SERIES), [no] * len(SERIES)
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        value = value.reshape(()).to(torch.float64)
+        finite = finite & value.isfinite()
+        newest = 0 if by_sigmas else window // 8
+        places = torch.arange(window, device=memory.device)
+        is_compared = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)
+        ring = torch.where(is_compared, rings[i], math.nan)
+        if by_sigmas:
+            count = recorded[i].clamp(max=window)
+            centre = ring.nansum() / count
+            spread = ((ring - centre).square().nansum() / (count - 1)).sqrt()
+        else:
+            centre = ring.nanquantile(0.5)
+            spread = MAD * (ring - centre).abs().nanquantile(0.5)
+            largest = torch.where(is_compared, rings[i], -math.inf).amax()
+            spread = torch.maximum(torch.maximum(spread, OF_LARGEST * (largest - centre)), OF_MEDIAN * centre.abs())
+        above[i] = value > limits[i]
+        is_known = recorded[i] >= max(warmup, newest + 2)
+        outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
+    is_above, is_outlier = torch.stack(above).any(), torch.stack(outliers).any()
+    accepts_new_level = finite & is_outlier & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
+    refused = finite & (is_above | (is_outlier & ~accepts_new_level))
+    why = torch.stack([a | o for a, o in zip(above, outliers, strict=True)]) & refused
+    is_recorded = finite & ~refused if not by_sigmas else finite
+    recorded.mul_(~accepts_new_level)
+    for i, value in enumerate(values):
+        if value is not None:
+            at = (recorded[i] % window).long().view(1)
+            held_now = rings[i].gather(0, at)
+            rings[i].scatter_(0, at, torch.where(is_recorded, value.reshape(1).to(torch.float64), held_now))
+            recorded[i] += is_recorded
+    scaled = refused if scale else no
+    multiplier = torch.where(scaled, scale, 1.0).to(torch.float64)
+    skip = ~finite | (refused & ~scaled)
+    bits = to_device(torch.tensor([2.0, 4.0], dtype=torch.float64, device="cpu"), memory.device)
+    reason = (why * bits).sum() + (~finite).to(torch.float64)
+    totals[0] += 1
+    totals[_REFUSED] += refused
+    totals[_BY:_NONFINITE] += why
+    totals[_NONFINITE] += ~finite
+    totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
+    totals[_REASON] = reason
+    scaling[norms.MULTIPLIER].mul_(multiplier)
+    if counters is not None:
+        norms.count_step(counters, skip)
+    judged = [skip, verdict[norms.DIVISOR] / multiplier, verdict[norms.LOSS_SCALE], reason]
+    return torch.stack(judged).to(torch.float32)
+
+
+def leave(guard: SpikeGuard, loss: Tensor | None, error: Exception) -> None:
+    """After a step failed with ``error``, still takes part in the mean of the loss: other ranks wait for it."""
+    if loss is None or not torch.distributed.is_available():
+        return
+    from gradstat._core.collectives import UnreachableRankError
+
+    if not isinstance(error, UnreachableRankError):
+        _over_ranks(guard, torch.full_like(loss, math.nan, requires_grad=False))
+
+
+def _over_ranks(guard: SpikeGuard, loss: Tensor) -> Tensor:
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized():
+        return loss
+    from gradstat._core import collectives
+
+    group = collectives.require_member(guard._group)
+    if dist.get_world_size(group) == 1:
+        return loss
+    mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
+    return collectives.reduce_(mean, dist.ReduceOp.SUM, [group], "guarded_step with a guard")
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,18 +19,18 @@ from torch.optim import Optimizer
 from gradstat._core import announce, norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import streams_of
-from gradstat._core.parameters import Gradients, NamedParameters, gradients_of, labels_of, named_by, named_parameters_of
+from gradstat._core.parameters import Gradients, NamedParameters, gradients_of, named_by, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, is_distributed, to_device
 from gradstat._core.text import expect
 from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.loss_scale import inner_scaler
-from gradstat._step.measured import StepMeasurement
+from gradstat._step.record import StepRecord, to_clip
 from gradstat.adaptive import AdaptiveClip, TensorClip
-from gradstat.adaptive._base import ToClip, checked_limit
+from gradstat.adaptive._base import Limit, checked_limit, refuse
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
-from gradstat.guard import SpikeGuard, checked_value, last_guards
+from gradstat.guard import SpikeGuard, checked_value, last_guards, leave
 
 
 class StepResult:
@@ -46,23 +47,23 @@ class StepResult:
             None if it was skipped.
     """
 
-    def __init__(self, measured: StepMeasurement, counters: StepCounters, skips: bool, loss: Any) -> None:
-        self._measured, self._skips = measured, skips
+    def __init__(self, record: StepRecord, counters: StepCounters, skips: bool, loss: Any) -> None:
+        self._record, self._skips = record, skips
         self.counters, self.loss = counters, loss
 
     @property
     def total_norm(self) -> Tensor:
-        return self._measured.norm
+        return self._record.norm
 
     @property
     def skipped(self) -> Tensor:
         """Whether the step was skipped, 0-d bool on the device."""
-        return self._measured.skipped(self._skips)
+        return self._record.skipped(self._skips)
 
     @property
     def refused(self) -> Tensor:
         """Whether a guard refused the step as an outlier, by skipping or scaling it down: 0-d bool on the device."""
-        verdict = self._measured.verdict
+        verdict = self._record.verdict
         if len(verdict) > norms.REASON:
             return verdict[norms.REASON] > 1
         return torch.zeros_like(verdict[norms.SKIP], dtype=torch.bool)
@@ -74,12 +75,12 @@ class StepResult:
         The first access starts the copy to the host, behind the step and all later work on the step's stream, whatever
         stream is current then. ``.result()`` waits for it, and raises RuntimeError if another rank could not measure.
         """
-        return self._measured.report()
+        return self._record.report()
 
     def __getstate__(self) -> dict[str, Any]:
-        verdict, loss = self._measured.verdict.cpu(), self.loss
+        verdict, loss = self._record.verdict.cpu(), self.loss
         return {
-            "_measured": StepMeasurement.nothing()._replace(norm=self.total_norm.cpu(), verdict=verdict),
+            "_record": dataclasses.replace(StepRecord.nothing(), norm=self.total_norm.cpu(), verdict=verdict),
             "_skips": self._skips,
             "report": self.report,
             "counters": StepCounters.on(torch.device("cpu"), self.counters, "a copy of the counters"),
@@ -147,42 +148,34 @@ def guarded_step(
         NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`; or a gradient is
             sparse, and ``max_norm`` is `AGC`.
     """
-    optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
-    optimizers.refuse_foreign_verdict(optimizer)
+    optimizers.require_steppable(optimizer)
     traits = optimizers.traits_of(type(optimizer))
     if model is not None:
         expect("model", model, torch.nn.Module, "a torch.nn.Module or None")
-    checked = checked_limit(max_norm)
-    clip = checked if isinstance(checked, AdaptiveClip) else None
-    limit = checked if isinstance(checked, float) else math.inf
+    limit = checked_limit(max_norm)
     if scaler is not None and not inner_scaler(scaler).is_enabled():
         scaler = None
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
     if guard is not None or loss is not None:
-        _check_guard(guard, loss, optimizer, closure, skip_nonfinite, clip)
-    scales = guard is not None and guard.scales
-    rewrites = limit != math.inf or clip is not None or loss_scale is not None or scales
-    request = _Request(
-        optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups, guard, loss,
-        optimizers.honors_found_inf(optimizer), rewrites,
-    )  # fmt: skip
+        _check_guard(guard, loss, optimizer, closure, skip_nonfinite, limit)
+    step = _Step(optimizer, limit, skip_nonfinite, scaler, loss_scale, guard, loss, model, backend, extra_groups)
     if closure is None:
         if traits.needs_closure:
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
-        return _step(request, loss)
+        return step.take(loss)
     expect("closure", closure, Callable, "a function")
     if traits.repeats_closure:
-        if clip is not None:
+        if isinstance(limit, AdaptiveClip):
             raise ValueError(
                 f"{type(optimizer).__name__} evaluates the loss several times in a step, and an adaptive clip would "
                 "count each evaluation as a step; pass a number as max_norm"
             )
-        return _step_repeating(request, closure)
+        return step.take_repeating(closure)
     with torch.enable_grad():
         returned = closure()
     if guard is not None and returned is not None:
-        request = request._replace(loss=checked_value("the closure's loss", returned))
-    return _step(request, returned)
+        step = step._replace(loss=checked_value("the closure's loss", returned))
+    return step.take(returned)
 
 
 def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: object) -> Tensor | None:
@@ -199,7 +192,7 @@ def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: 
 
 
 def _check_guard(
-    guard: object, loss: Any, optimizer: Optimizer, closure: object, skips: bool, clip: AdaptiveClip | None
+    guard: object, loss: Any, optimizer: Optimizer, closure: object, skips: bool, clip: Limit | None
 ) -> None:
     """Raises as `guarded_step` if the guard and the loss for it do not go together with the other arguments."""
     if guard is None:
@@ -224,169 +217,161 @@ def _check_guard(
         )
 
 
-class _Request(NamedTuple):
-    """The arguments of `guarded_step`, checked."""
-
-    optimizer: Optimizer
-    limit: float
-    clip: AdaptiveClip | None
-    skips: bool
-    scaler: GradScaler | None
-    loss_scale: Tensor | None
-    model: Module | None
-    backend: str | None
-    extra_groups: ExtraGroups | None
-    guard: SpikeGuard | None
-    loss: Tensor | None
-    honors: bool  # whether the optimizer obeys a verdict on the device
-    rewrites: bool  # whether the gradients may have to be clipped or unscaled
-
-
-def _step(request: _Request, loss: Any) -> StepResult:
-    optimizer, named = request.optimizer, named_parameters_of(request.optimizer)
-    try:
-        with announce.change(named.parameters, request.scaler, loss):
-            collected = gradients_of(named.parameters)
-            gradients, rewrites = collected.tensors, request.rewrites
-            measured, counters = _measure(request, named, collected, counts=True)
-            if counters is None:
-                counters = counters_on(optimizer, measured.home)
-            if not measured.is_counted:
-                measured = _counted(request, measured, counters)
-            if request.clip is not None and gradients:
-                # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
-                rewrites = not measured.limit_(request.clip, collected.owners(named.parameters), gradients)
-            try:
-                stepped, returned = measured.step_optimizer(
-                    optimizer, request.honors, gradients, rewrites, request.skips
-                )
-            except BaseException:
-                counters.steps.sub_((~measured.skipped(request.skips)).to(torch.int64))  # it was counted as taken
-                raise
-    finally:
-        announce.step_ended(optimizer)  # also if it was skipped
-    if not stepped:
-        # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-    return _result(request, measured, counters, returned if loss is None else loss)
-
-
-def _counted(request: _Request, measured: StepMeasurement, counters: StepCounters) -> StepMeasurement:
-    """The measurement with the verdict of the guard, if there is one; counts the step."""
-    if request.guard is not None and measured.home is not None and measured.before_guard is None:
-        last_guards[request.optimizer] = request.guard
-        return measured.guarded(request.guard, request.loss, counters.tensor)
-    norms.count_step(counters.tensor, measured.skipped(request.skips))
-    return measured
-
-
-def _result(request: _Request, measured: StepMeasurement, counters: StepCounters, loss: Any) -> StepResult:
-    if request.scaler is not None:
-        _scaling.record_step(request.scaler, request.optimizer, measured.found_inf)
-    counters.streams = measured.streams if measured.rows.tables else streams_of([counters.tensor])
-    return StepResult(measured, counters, request.skips, loss)
-
-
 class _NotFiniteError(Exception):
     """A closure evaluation in the middle of a step produced a gradient that is not finite."""
 
 
-def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult:
-    """A step whose optimizer evaluates the closure itself, between changes to the parameters."""
-    optimizer = request.optimizer
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    values_before = [parameter.detach().clone() for parameter in parameters]
-    state_before = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
-    measured = StepMeasurement.nothing()
+class _Step(NamedTuple):
+    """A guarded step: its arguments, checked, and how it is taken."""
 
-    def checked_closure() -> Any:
-        nonlocal measured
-        with torch.enable_grad():
-            loss = closure()
-        if loss is None and optimizers.traits_of(type(optimizer)).needs_closure:
-            raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
-        named = named_parameters_of(optimizer)
-        with announce.change(named.parameters, None, loss):
-            gradients = gradients_of(named.parameters)
-            measured, _ = _measure(request, named, gradients, counts=False)
-            skip, divisor = measured.on_host() if request.skips else (False, math.nan)
-            if skip:
-                raise _NotFiniteError
-            if request.limit != math.inf and divisor != 1.0 and gradients.tensors:
-                measured.rewrite_(gradients.tensors)
-        return loss
+    optimizer: Optimizer
+    limit: Limit | None
+    skips: bool
+    scaler: GradScaler | None
+    loss_scale: Tensor | None  # that the gradients carry
+    guard: SpikeGuard | None
+    loss: Tensor | None  # for the guard
+    model: Module | None
+    backend: str | None
+    extra_groups: ExtraGroups | None
 
-    loss = None
-    try:
-        with decision.taking(optimizer) if request.skips else contextlib.nullcontext():
-            loss = optimizer.step(checked_closure)
-    except _NotFiniteError:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, values_before, strict=True):
-                parameter.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(state_before)
-    finally:
-        announce.step_ended(optimizer)
-    counters = counters_on(optimizer, measured.home)
-    norms.count_step(counters.tensor, measured.skipped(request.skips))
-    return _result(request, measured, counters, loss)
+    def take(self, loss: Any) -> StepResult:
+        """Steps with the gradients that are there; ``loss`` is for the result."""
+        optimizer, named = self.optimizer, named_parameters_of(self.optimizer)
+        honors, clip = optimizers.honors_found_inf(optimizer), self.limit
+        rewrites = self.loss_scale is not None or (self.guard is not None and self.guard.scales)
+        rewrites = rewrites or clip not in (None, math.inf)
+        in_place = isinstance(clip, TensorClip) or (rewrites and not honors)
+        try:
+            with announce.change(named.parameters, self.scaler, loss):
+                collected = gradients_of(named.parameters)
+                gradients = collected.tensors
+                record, counters = self._measured(named, collected, in_place)
+                if counters is None:
+                    counters = counters_on(optimizer, record.home)
+                if not record.is_counted:
+                    self._judge(record, counters.tensor)
+                if isinstance(clip, AdaptiveClip) and gradients:
+                    # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
+                    rewrites = not record.limit_(clip, gradients, collected.owners(named.parameters))
+                try:
+                    stepped, returned = record.step_optimizer(optimizer, honors, gradients, rewrites, self.skips)
+                except BaseException:
+                    counters.steps.sub_((~record.skipped(self.skips)).to(torch.int64))  # it was counted as taken
+                    raise
+        finally:
+            announce.step_ended(optimizer)  # also if it was skipped
+        if not stepped:
+            # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.scaler is not None:
+            _scaling.record_step(self.scaler, optimizer, record.found_inf)
+        counters.streams = record.streams if record.rows.tables else streams_of([counters.tensor])
+        return StepResult(record, counters, self.skips, returned if loss is None else loss)
 
+    def take_repeating(self, closure: Callable[[], Any]) -> StepResult:
+        """Steps an optimizer that evaluates the closure itself, between changes to the parameters."""
+        optimizer = self.optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        values_before = [parameter.detach().clone() for parameter in parameters]
+        state_before = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+        record = StepRecord.nothing()
 
-def _measure(
-    request: _Request, named: NamedParameters, gradients: Gradients, counts: bool
-) -> tuple[StepMeasurement, StepCounters | None]:
-    """The measurement of the gradients of ``named``. Its verdict skips what a loss scaler or monitors have found, too.
+        def checked_closure() -> Any:
+            nonlocal record
+            with torch.enable_grad():
+                loss = closure()
+            if loss is None and optimizers.traits_of(type(optimizer)).needs_closure:
+                raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
+            named = named_parameters_of(optimizer)
+            with announce.change(named.parameters, None, loss):
+                gradients = gradients_of(named.parameters)
+                in_place = self.limit not in (None, math.inf)
+                record, _ = self._measured(named, gradients, in_place, counts=False)
+                skip, divisor = record.on_host() if self.skips else (False, math.nan)
+                if skip:
+                    raise _NotFiniteError
+                if in_place and divisor != 1.0 and gradients.tensors:
+                    record.rewrite_(gradients.tensors)
+            return loss
 
-    If ``counts``, also the counters, unless there are no gradients: the step is counted in them already if nothing else
-    decides about it.
-    """
-    wish = decision.take(request.optimizer, request.guard) if request.skips else None
-    if request.model is not None:
-        named = named_by(request.model, named)
-    if not gradients.tensors and not _is_awaited(request, named):
-        return StepMeasurement.nothing(), None
-    labels = labels_of(named, gradients)
-    if request.clip is not None and gradients.tensors:
-        request.clip.require(ToClip(gradients.tensors, gradients.owners(named.parameters), labels.of))
-    flags: list[Tensor] = []
-    if request.scaler is not None and request.loss_scale is not None:
-        _scaling.refuse_shared_gradients(request.scaler, request.optimizer, named)
-    elif request.scaler is not None:  # the gradients were unscaled
-        _scaling.refuse_added_gradients(request.scaler, request.optimizer, named, gradients)
-        flags = _scaling.found_by(request.scaler, request.optimizer)
-    if wish is not None and wish.guard is None:
-        flags.append(wish.flag)
-    counters = counters_on(request.optimizer, gradients.tensors[0].device) if counts and gradients.tensors else None
-    is_alone = request.skips and request.guard is None and wish is None and not flags
-    counted_in = counters.tensor if counters is not None and is_alone else None
-    step = norms.StepRequest(request.limit, request.loss_scale, counted_in)
-    try:
-        measured = StepMeasurement.of(
-            *(gradients.tensors, labels, step, named, request.backend, request.extra_groups),
-            in_place=isinstance(request.clip, TensorClip) or (request.rewrites and not request.honors),
-        )
-    except Exception as error:
-        if request.guard is not None:
-            request.guard.leave(request.loss, error)
-        raise
-    if flags:
-        skip = measured.verdict[norms.SKIP]
-        for flag in flags:
-            skip.add_(to_device(flag, skip.device))
-        skip.clamp_(max=1.0)
-    if wish is not None and wish.guard is not None and wish.reason is not None:
-        measured = measured.judged(wish.flag, wish.reason)
-    return measured, counters
+        loss = None
+        try:
+            with decision.taking(optimizer) if self.skips else contextlib.nullcontext():
+                loss = optimizer.step(checked_closure)
+        except _NotFiniteError:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, values_before, strict=True):
+                    parameter.copy_(value)
+            optimizer.state.clear()
+            optimizer.state.update(state_before)
+        finally:
+            announce.step_ended(optimizer)
+        counters = counters_on(optimizer, record.home)
+        norms.count_step(counters.tensor, record.skipped(self.skips))
+        counters.streams = record.streams if record.rows.tables else streams_of([counters.tensor])
+        return StepResult(record, counters, self.skips, loss)
 
+    def _measured(
+        self, named: NamedParameters, gradients: Gradients, in_place: bool, counts: bool = True
+    ) -> tuple[StepRecord, StepCounters | None]:
+        """The gradients of ``named``, measured. The verdict skips what a loss scaler or monitors have found, too.
 
-def _is_awaited(request: _Request, named: NamedParameters) -> bool:
-    """Whether other ranks may wait for this one, which has no gradients. RuntimeError if a scaler needs some."""
-    if request.extra_groups is not None:
-        return True
-    if request.scaler is not None:
-        raise RuntimeError(
-            "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the step, "
-            "and zero_grad() after it"
-        )
-    return is_distributed(named.parameters)
+        If ``counts``, also the counters, unless there are no gradients: the step is counted in them already if nothing
+        else decides about it.
+        """
+        wish = decision.take(self.optimizer, self.guard) if self.skips else None
+        if self.model is not None:
+            named = named_by(self.model, named)
+        if not gradients.tensors and not self._is_awaited(named):
+            return StepRecord.nothing(), None
+        if isinstance(self.limit, AdaptiveClip) and gradients.tensors:
+            refuse(self.limit, to_clip(named, gradients))
+        flags: list[Tensor] = []
+        if self.scaler is not None and self.loss_scale is not None:
+            _scaling.refuse_shared_gradients(self.scaler, self.optimizer, named)
+        elif self.scaler is not None:  # the gradients were unscaled
+            _scaling.refuse_added_gradients(self.scaler, self.optimizer, named, gradients)
+            flags = _scaling.found_by(self.scaler, self.optimizer)
+        if wish is not None and wish.guard is None:
+            flags.append(wish.flag)
+        counters = None
+        if counts and gradients.tensors:
+            counters = counters_on(self.optimizer, gradients.tensors[0].device)
+        is_alone = self.skips and self.guard is None and wish is None and not flags
+        counted_in = counters.tensor if counters is not None and is_alone else None
+        limit = self.limit if isinstance(self.limit, float) else math.inf
+        request = norms.StepRequest(limit, self.loss_scale, counted_in)
+        try:
+            record = StepRecord.of(named, gradients, request, self.backend, self.extra_groups, in_place=in_place)
+        except Exception as error:
+            if self.guard is not None:
+                leave(self.guard, self.loss, error)
+            raise
+        if flags:
+            skip = record.verdict[norms.SKIP]
+            for flag in flags:
+                skip.add_(to_device(flag, skip.device))
+            skip.clamp_(max=1.0)
+        if wish is not None and wish.guard is not None and wish.reason is not None:
+            record.take_over(wish.flag, wish.reason)
+        return record, counters
+
+    def _is_awaited(self, named: NamedParameters) -> bool:
+        """Whether other ranks may wait for this one, which has no gradients. RuntimeError if a scaler needs some."""
+        if self.extra_groups is not None:
+            return True
+        if self.scaler is not None:
+            raise RuntimeError(
+                "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
+                "step, and zero_grad() after it"
+            )
+        return is_distributed(named.parameters)
+
+    def _judge(self, record: StepRecord, counters: Tensor) -> None:
+        """Lets the guard decide, if there is one that has not; counts the step."""
+        if self.guard is not None and record.home is not None and record.before_guard is None:
+            last_guards[self.optimizer] = self.guard
+            record.judge(self.guard, self.loss, counters)
+        else:
+            norms.count_step(counters, record.skipped(self.skips))

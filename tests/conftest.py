@@ -148,7 +148,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     from gradstat._core import backends, native
 
     native.load_cpu()
-    return _registered("dispatched", backends.NativeKernels(None), monkeypatch)  # type: ignore[arg-type]
+    return _registered("dispatched", backends.NativeKernels(backends.NOT_COMPILED), monkeypatch)
 
 
 @pytest.fixture(params=DEVICES)

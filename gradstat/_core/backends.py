@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,22 @@ from gradstat._core.tensors import contiguous_for_update, units_of
 from gradstat._core.warn import warn_user
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
+# Device types that have compiled kernels.
+COMPILED_FOR = frozenset({"cpu", "cuda"})
+
+
+class _NotCompiled:
+    """Stands where a backend has no functions for ordinary tensors: as if no list were ordinary."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+NOT_COMPILED = cast(DeviceModule, _NotCompiled())
 
 
 class Kernels:
@@ -30,7 +46,7 @@ class Kernels:
     unit, which costs microseconds of host time each.
     """
 
-    direct: DeviceModule | None = None  # a faster path for lists of ordinary tensors, which do not need `readable`
+    direct: DeviceModule = NOT_COMPILED  # for lists of ordinary tensors, which do not need `readable`
     decide_clip_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, adaptive clips use plain torch
     guard_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, guards use plain torch
 
@@ -76,7 +92,7 @@ class NativeKernels(Kernels):
         operator = getattr(torch.ops.gradstat, name).default
 
         def call(*arguments: Any) -> Tensor:
-            result: Tensor | None = None if self.direct is None else getattr(self.direct, name)(*arguments)
+            result: Tensor | None = getattr(self.direct, name)(*arguments)
             return operator(*arguments) if result is None else result
 
         return call

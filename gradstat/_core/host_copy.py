@@ -22,7 +22,10 @@ def streams_of(tensors: Iterable[Tensor]) -> Streams:
 
     Empty for CPU tensors, and during CUDA graph capture, since captured work runs on whatever stream replays it.
     """
-    devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
+    devices = set()
+    for tensor in tensors:
+        if tensor.is_cuda:
+            devices.add(tensor.device.index)
     if not devices or torch.cuda.is_current_stream_capturing():
         return ()
     return tuple(map(torch.accelerator.current_stream, devices))

@@ -1,17 +1,20 @@
-"""`measure`: the single entry point from a list of tensors, of any kind and on any device, to their rows."""
+"""From a list of tensors, of any kind and on any device, to their rows, their norm, or a decision about a step.
+
+Lists of ordinary tensors on one device go directly to the compiled kernels, other lists are prepared in Python first.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradstat import _fields
 from gradstat._core import backends, norms
-from gradstat._core.backends import Kernels
+from gradstat._core.backends import COMPILED_FOR, NOT_COMPILED, Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
 from gradstat._core.norms import Decision, StepRequest
@@ -23,79 +26,118 @@ from gradstat._core.tensors import (
     by_device,
     is_distributed,
     readable,
+    refuse_distributed,
     to_device,
     writable,
 )
 
-# Device types that have compiled kernels.
-COMPILED_FOR = frozenset({"cpu", "cuda"})
 _INFO_CACHE_SIZE = 64
 _infos_by_signature: dict[tuple[int, int], tuple[TensorInfo, ...]] = {}
+
+
+class Spread(NamedTuple):
+    """What is known about tensors that ranks measure together, besides what distributed tensors say themselves."""
+
+    # If the tensors are gradients, those that have or may get one: ranks without some of the gradients take part, too.
+    parameters: list[Tensor] | None = None
+    names: Names | None = None  # of the parameters, or else of the tensors, which ranks compare
+    extra_groups: ExtraGroups | None = None  # as for `gradstat.check`
+
+    def is_over_ranks(self, tensors: list[Any]) -> bool:
+        """Whether other ranks take part in measuring ``tensors``, and wait for this one."""
+        return self.extra_groups is not None or is_distributed(tensors or self.parameters or ())
+
+
+ANY = Spread()
 
 
 def measure(
     tensors: list[Any],
     name_of: NameOf,
     backend: str | None,
+    spread: Spread | None = ANY,
     *,
-    step: StepRequest | None = None,
-    parameters: list[Tensor] | None = None,
-    extra_groups: ExtraGroups | None = None,
-    names: Names | None = None,
-    over_ranks: bool = True,
     in_place: bool = False,
-    reduce_to: Literal["rows", "total", "sums"] = "rows",
     to_host: bool = False,
 ) -> Measurement:
     """The rows of ``tensors``, without waiting for a device; one launch per device.
 
-    Ordinary tensors on one device go directly to the compiled kernels. Other tensors, and other backends, are prepared
-    in Python first, by `readable`. Distributed tensors are measured shard by shard and their rows merged over their
-    process groups, all of whose ranks have to call this.
-
-    With ``step`` it also decides about an optimizer's step. If ``tensors`` are gradients, ``parameters`` are their
-    parameters: ranks without some of the gradients then take part as well. ``names`` returns the names of the
-    parameters, or else of the tensors, which ranks compare. With ``over_ranks=False``, rows of distributed tensors are
-    those of this rank's shards. ``in_place`` refuses tensors that cannot be multiplied in place, before anything is
-    measured, and tells the other ranks. For smaller and fewer reductions of distributed tensors, ``reduce_to`` limits
-    the result to the total, with the extremes of complex elements' moduli, or to the total's summed fields. With
-    ``to_host`` the launch also begins the copy that `HostRows` needs, if it can.
+    Distributed tensors are measured shard by shard and their rows merged over their process groups, all of whose ranks
+    have to call this. If ``spread`` is None, their rows are those of this rank's shards. ``in_place`` refuses tensors
+    that cannot be multiplied in place, before anything is measured, and tells the other ranks. With ``to_host`` the
+    launch also begins the copy that `HostRows` needs, if it can.
     """
-    is_awaited = extra_groups is not None or (not tensors and parameters is not None and is_distributed(parameters))
-    if not is_awaited:
-        measured = measure_directly(tensors, name_of, backend, step, to_host)
+    if tensors and (spread is None or spread.extra_groups is None):
+        measured = measure_ordinary(tensors, backend, to_host)
         if measured is not None:
             return measured
     with torch.no_grad():
-        if is_awaited or (over_ranks and is_distributed(tensors)):
-            from gradstat._core.sharded import Sharded
+        if spread is not None and spread.is_over_ranks(tensors):
+            return _merged(tensors, name_of, backend, spread, "rows", in_place)
+        return _prepared(tensors, name_of, backend, in_place)
 
-            sharded = Sharded(tensors, parameters, extra_groups, names)
 
-            def measure_local(local: list[Tensor]) -> Measurement:
-                if in_place and sharded.has_partial:
-                    writable(tensors, name_of)  # in ``local`` are reduced copies of some
-                if reduce_to == "total" and not is_fused(local, math.inf):
-                    # The extremes in a row are those of the parts of complex elements, not of their moduli.
-                    plain = readable(local, name_of, in_place)
-                    local = [t.to(torch.complex128).abs() if t.is_complex() else t for t in plain]
-                    return _measure_any(local, name_of, backend)
-                # Tensors that the kernels can read directly they can also multiply in place.
-                direct = measure_directly(local, name_of, backend)
-                return direct if direct is not None else _measure_any(local, name_of, backend, in_place)
+def measure_ordinary(tensors: list[Any], backend: str | None, to_host: bool = False) -> Measurement | None:
+    """`measure` for ordinary tensors on one device, or an empty list; None, with nothing done, for other tensors."""
+    if not tensors:
+        return Measurement([], None, ())
+    compiled = compiled_for(tensors, backend)
+    checked = (getattr(compiled, "check_to_host", compiled.check) if to_host else compiled.check)(tensors)
+    if checked is None:
+        return None
+    table, signature, *receive = checked
+    return Measurement([table], None, infos_of(tensors, signature), receive=receive[0] if receive else None)
 
-            measured = (
-                sharded.rows(measure_local)
-                if reduce_to == "rows"
-                else sharded.total(measure_local, reduce_to == "total")
-            )
-        else:
-            measured = _measure_any(tensors, name_of, backend, in_place)
-        if step is not None:
-            decision = norms.decide(measured.summands(), step)
-            norm = decision.norm.to(norms.norm_dtype(tensors))
-            measured = measured._replace(decision=decision._replace(norm=norm))
-        return measured
+
+def measure_step(
+    gradients: list[Tensor],
+    name_of: NameOf,
+    backend: str | None,
+    step: StepRequest,
+    spread: Spread | None,
+    *,
+    in_place: bool = False,
+) -> tuple[Measurement, Decision]:
+    """`measure` for gradients, and the decision about an optimizer's step that follows from their rows.
+
+    If ``spread`` is None, distributed gradients are refused.
+    """
+    if gradients and (spread is None or spread.extra_groups is None):
+        compiled = compiled_for(gradients, backend)
+        decided = compiled.measure_step(gradients, step.max_norm, 2.0, step.loss_scale, step.counters)
+        if decided is not None:
+            table, signature, *numbers = decided
+            return Measurement([table], None, infos_of(gradients, signature)), Decision(*numbers)
+    if spread is None:
+        refuse_distributed(gradients, name_of)
+    measured = measure(gradients, name_of, backend, spread, in_place=in_place)
+    with torch.no_grad():
+        decision = norms.decide(measured.summands(), step)
+        return measured, decision._replace(norm=decision.norm.to(norms.norm_dtype(gradients)))
+
+
+def measure_norm(
+    tensors: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    name_of: NameOf,
+    backend: str | None,
+    spread: Spread = ANY,
+    *,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The norm of all ``tensors``, in their promoted dtype, and the float64 multiplier that clips them to ``max_norm``.
+
+    Both are on the first tensor's device; arguments and errors are as in `measure`. NaN if another rank could not
+    measure its part: raising instead would need a sync.
+    """
+    if tensors and spread.extra_groups is None and is_fused(tensors, norm_type):
+        measured = compiled_for(tensors, backend).measure_norm(tensors, max_norm, norm_type)
+        if measured is not None:
+            return measured
+    with torch.no_grad():
+        norm = _norm(tensors, norm_type, name_of, backend, spread, in_place)
+        return norm.to(norms.norm_dtype(tensors)), norms.clip_multiplier(norm, max_norm)
 
 
 def is_fused(tensors: list[Any], norm_type: float) -> bool:
@@ -105,66 +147,81 @@ def is_fused(tensors: list[Any], norm_type: float) -> bool:
     )
 
 
-@torch.no_grad()
-def norm_of(
-    tensors: list[Tensor],
-    norm_type: float,
+def compiled_for(tensors: list[Any], backend: str | None) -> DeviceModule:
+    """The functions for lists of ordinary tensors on the first one's device, which return None for any other list.
+
+    They return None also if the backend is unavailable: preparing the tensors then raises and tells the other ranks.
+    """
+    first = tensors[0]
+    if not isinstance(first, Tensor):
+        return NOT_COMPILED
+    device_type = "cpu" if first.is_cpu else first.device.type  # the latter makes a new string
+    if device_type not in COMPILED_FOR:
+        return NOT_COMPILED
+    try:
+        return backends.resolve(backend, device_type).direct
+    except (BackendUnavailableError, ValueError):
+        return NOT_COMPILED
+
+
+def _norm(
+    tensors: list[Tensor], norm_type: float, name_of: NameOf, backend: str | None, spread: Spread, in_place: bool
+) -> Tensor:
+    """The norm of all ``tensors``, 0-d float64 on the first one's device."""
+    if spread.is_over_ranks(tensors):
+        if norm_type not in (2.0, math.inf):
+            raise NotImplementedError(
+                f"over several ranks gradstat supports norms of order 2 and inf only, not {norm_type}; use "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+        to: Literal["sums", "total"] = "sums" if norm_type == 2.0 else "total"
+        return norms.total_norm(_merged(tensors, name_of, backend, spread, to, in_place).summands(), norm_type)
+    if is_fused(tensors, norm_type):
+        return norms.total_norm(_prepared(tensors, name_of, backend, in_place).summands(), norm_type)
+    plain = readable(tensors, name_of, in_place)
+    kernels_for(by_device(plain), backend, name_of)  # only to raise if the backend is unavailable
+    each = []
+    for tensor in plain:
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        each.append(to_device(torch.linalg.vector_norm(tensor.to(wide), norm_type), plain[0].device))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
+    return total
+
+
+def _merged(
+    tensors: list[Any],
     name_of: NameOf,
     backend: str | None,
-    *,
-    parameters: list[Tensor] | None = None,
-    extra_groups: ExtraGroups | None = None,
-    in_place: bool = False,
-) -> Tensor:
-    """The norm of all ``tensors``, 0-d float64 on the first one's device; arguments and errors as in `measure`.
+    spread: Spread,
+    reduce_to: Literal["rows", "total", "sums"],
+    in_place: bool,
+) -> Measurement:
+    """The rows of ``tensors``, merged over ranks.
 
-    NaN if another rank could not measure its part: raising instead would need a sync.
+    For smaller and fewer reductions ``reduce_to`` limits the result to the total, with the extremes of complex
+    elements' moduli, or to the total's summed fields.
     """
-    is_over_ranks = extra_groups is not None or is_distributed(tensors or parameters or [])
-    if is_over_ranks and norm_type not in (2.0, math.inf):
-        raise NotImplementedError(
-            f"over several ranks gradstat supports norms of order 2 and inf only, not {norm_type}; use "
-            "torch.nn.utils.clip_grad_norm_"
-        )
-    if not is_over_ranks and not is_fused(tensors, norm_type):
-        plain = readable(tensors, name_of, in_place)
-        kernels_for(by_device(plain), backend, name_of)  # only to raise if the backend is unavailable
-        each = []
-        for tensor in plain:
-            wide = torch.complex128 if tensor.is_complex() else torch.float64
-            each.append(to_device(torch.linalg.vector_norm(tensor.to(wide), norm_type), plain[0].device))
-        total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
-        return total
-    to: Literal["total", "sums"] = "sums" if norm_type == 2.0 else "total"
-    measured = measure(
-        tensors, name_of, backend, parameters=parameters, extra_groups=extra_groups, in_place=in_place, reduce_to=to
-    )
-    return norms.total_norm(measured.summands(), norm_type)
+    from gradstat._core.sharded import Sharded
+
+    sharded = Sharded(tensors, spread.parameters, spread.extra_groups, spread.names)
+
+    def measure_local(local: list[Tensor]) -> Measurement:
+        if in_place and sharded.has_partial:
+            writable(tensors, name_of)  # in ``local`` are reduced copies of some
+        if reduce_to == "total" and not is_fused(local, math.inf):
+            # The extremes in a row are those of the parts of complex elements, not of their moduli.
+            plain = readable(local, name_of, in_place)
+            local = [t.to(torch.complex128).abs() if t.is_complex() else t for t in plain]
+            return _prepared(local, name_of, backend)
+        # Tensors that the kernels can read directly they can also multiply in place.
+        return measure(local, name_of, backend, None, in_place=in_place)
+
+    if reduce_to == "rows":
+        return sharded.rows(measure_local)
+    return sharded.total(measure_local, reduce_to == "total")
 
 
-def measure_directly(
-    tensors: list[Any], name_of: NameOf, backend: str | None, step: StepRequest | None = None, to_host: bool = False
-) -> Measurement | None:
-    """`measure` for ordinary tensors on one device, or an empty list; None, with nothing done, for other tensors."""
-    if not tensors:
-        return Measurement([], None, ())
-    direct = direct_for(tensors[0], backend)
-    if direct is None:
-        return None
-    if step is None:
-        checked = (getattr(direct, "check_to_host", direct.check) if to_host else direct.check)(tensors)
-        if checked is None:
-            return None
-        table, signature, *receive = checked
-        return Measurement([table], None, infos_of(tensors, signature), receive=receive[0] if receive else None)
-    decided = direct.measure_step(tensors, step.max_norm, 2.0, step.loss_scale, step.counters)
-    if decided is None:
-        return None
-    table, signature, norm, scaling, verdict = decided
-    return Measurement([table], None, infos_of(tensors, signature), decision=Decision(norm, scaling, verdict))
-
-
-def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_place: bool = False) -> Measurement:
+def _prepared(tensors: list[Any], name_of: NameOf, backend: str | None, in_place: bool = False) -> Measurement:
     """The rows of any measurable tensors, on any devices; for distributed tensors, the rows of their local shards."""
     sparse: dict[int, Tensor] = {}
     plain = readable(tensors, name_of, in_place, sparse)
@@ -204,24 +261,8 @@ def _locate_(row: Tensor, sparse: Tensor) -> None:
         row[column] = torch.where(is_there, (place * size + flat % size).squeeze(0).to(row.dtype), row[column])
 
 
-def direct_for(first: Any, backend: str | None) -> DeviceModule | None:
-    """The compiled functions for a list of ordinary tensors that begins with ``first``; None if there are none.
-
-    Also None if the backend is unavailable: measuring the tensors then raises and tells the other ranks.
-    """
-    if not isinstance(first, Tensor):
-        return None
-    device_type = "cpu" if first.is_cpu else first.device.type  # the latter makes a new string
-    if device_type not in COMPILED_FOR:
-        return None
-    try:
-        return backends.resolve(backend, device_type).direct
-    except (BackendUnavailableError, ValueError):
-        return None
-
-
 def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:
-    """`backends.resolve`; an error names the i-th tensor, which is on that device type."""
+    """`resolve`; an error names the i-th tensor, which is on that device type."""
     try:
         return backends.resolve(backend, device_type)
     except BackendUnavailableError as error:

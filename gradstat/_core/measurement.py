@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.native import Receive
-from gradstat._core.norms import Decision
 from gradstat._core.tensors import TensorInfo, by_device, to_device
 
 _NAN_COUNT = _fields.INDEX["nan_count"]
@@ -32,7 +32,6 @@ class Measurement(NamedTuple):
     total: Tensor | None = None
     # 0-d float64: ranks that could not measure, Inf if ranks have other tensors; None if no tensor is distributed.
     failed: Tensor | None = None
-    decision: Decision | None = None  # the decision about a step, if one was requested
     receive: Receive | None = None  # of a copy of the only table to the host, if its launch began it
 
     @classmethod
@@ -76,7 +75,7 @@ class HostRows:
     __slots__ = ("_copies", "_failed", "_order", "_total", "infos")
 
     def __init__(self, measurement: Measurement) -> None:
-        self._copies = [HostCopy(table, measurement.receive) for table in measurement.tables]
+        self._copies = list(map(HostCopy, measurement.tables, itertools.repeat(measurement.receive)))
         self._order = measurement.order
         self._total = None if measurement.total is None else HostCopy(measurement.total)
         self._failed = None if measurement.failed is None else HostCopy(measurement.failed)

@@ -107,11 +107,13 @@ def named_parameters_of(target: object) -> NamedParameters:
 
 
 def _of_optimizer(optimizer: Optimizer) -> NamedParameters:
-    groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters: list[Tensor] = []
     # Keeps the names, which an optimizer made from named_parameters() has, and the group sizes, but no parameter: a
     # report holds on to this function.
-    named_groups = [(group.get("param_names"), len(group["params"])) for group in groups]
+    named_groups = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+        named_groups.append((group.get("param_names"), len(group["params"])))
 
     def names() -> list[str]:
         listed: list[str] = []

@@ -24,7 +24,7 @@ from gradstat._core.backends import resolve
 from gradstat._core.host_copy import streams_of
 from gradstat._core.tensors import to_device
 from gradstat._step import optimizers
-from gradstat.guard import SpikeGuard, last_guards
+from gradstat.guard import SpikeGuard, decide, last_guards
 
 
 class SkipRequest(NamedTuple):
@@ -68,7 +68,7 @@ def judged(
         loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
     given = norms.Decision.unclipped(norm, flag)
     kernels = resolve(backend, flag.device.type)
-    verdict = guard.decide(kernels, given.scaling, given.verdict, loss, None, streams_of([flag]))
+    verdict = decide(guard, kernels, given.scaling, given.verdict, loss, None, streams_of([flag]))
     last_guards[optimizer] = guard
     return SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
 

@@ -25,13 +25,22 @@ def original_step(kind: Any) -> Any:
     return inspect.unwrap(kind.step)
 
 
-def require_optimizer(optimizer: object, expected: str) -> None:
-    """Raises TypeError, with a message that begins with ``expected``, unless it is a torch optimizer."""
+def require_steppable(optimizer: object) -> None:
+    """Raises TypeError unless it is a torch optimizer, RuntimeError if other code has set a verdict on it.
+
+    That code's scale would be lost, or applied twice.
+    """
     if not isinstance(optimizer, Optimizer):
         refuse_engine(optimizer)
         inner = getattr(optimizer, "optimizer", None)
         hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
-        raise TypeError(f"{expected}, got {type(optimizer).__name__}{hint}")
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
+    for name in ("grad_scale", "found_inf"):
+        if getattr(optimizer, name, None) is not None:
+            raise RuntimeError(
+                f"the optimizer already has the attribute {name!r}, set by other code or left behind by a step that "
+                f"failed; gradstat sets it itself. Remove it: `del optimizer.{name}`"
+            )
 
 
 def in_order(model: Any, optimizer: Any) -> tuple[Module | None, Any]:
@@ -112,16 +121,6 @@ def with_verdict(optimizer: Optimizer, found_inf: Tensor | None, divisor: Tensor
             optimizer.__dict__.pop("found_inf", None)
         finally:
             optimizer.__dict__.pop("grad_scale", None)
-
-
-def refuse_foreign_verdict(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if the attributes are in use: another scale would be lost, or applied twice."""
-    for name in ("grad_scale", "found_inf"):
-        if getattr(optimizer, name, None) is not None:
-            raise RuntimeError(
-                f"the optimizer already has the attribute {name!r}, set by other code or left behind by a step that "
-                f"failed; gradstat sets it itself. Remove it: `del optimizer.{name}`"
-            )
 
 
 def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:

@@ -16,15 +16,14 @@ from gradstat._core import announce, norms
 from gradstat._core.backends import Kernels, resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
-from gradstat._core.measure import measure, measure_directly, resolve_for
-from gradstat._core.measurement import Measurement
+from gradstat._core.measure import measure, measure_step, resolve_for
+from gradstat._core.multiply import scale_
 from gradstat._core.parameters import gradients_to_clip
 from gradstat._core.tensors import NameOf, refuse_distributed
 from gradstat._core.text import as_number
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import MethodState, State
 from gradstat.adaptive.summary import ClipSummary, summarize
-from gradstat.clip import scale_gradients_
 
 DEFAULT_WINDOW = 1000
 
@@ -107,7 +106,7 @@ class AdaptiveClip(ABC):
             torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
 
-    def require(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
+    def _refuse(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
         """Raises, before anything is changed, if this clip cannot clip ``given``: of another list or another kind."""
 
     @abstractmethod
@@ -149,16 +148,11 @@ class AdaptiveClip(ABC):
             ValueError: The state is of another method or window, or not what `state_dict` returns; the entry is named.
                 Nothing has been changed then.
         """
-        memory = self.checked(state)
+        memory = state_tensor_of(self, state)
         if self._state_tensor is not None and len(self._state_tensor) == len(memory):
             self._state_tensor.copy_(memory)
         else:
             self._state_tensor = memory
-
-    def checked(self, state: Any, place: str = "state") -> Tensor:
-        """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
-        name, of_method = type(self).__name__, self._method_state(0)
-        return _history.loaded(state, place, name, self._window, self._method_names, of_method)
 
     def summary(self) -> ClipSummary:
         """A summary of this clip so far, in numbers and in words. One host sync."""
@@ -166,43 +160,6 @@ class AdaptiveClip(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._options.items())})"
-
-    def decide(
-        self,
-        kernels: Kernels,
-        measured: Tensor,
-        weights: Tensor | None = None,
-        unscale_by: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        """Decides about a step and updates the state: multipliers, then the norm, 1-d float64. No host sync.
-
-        ``kernels`` are a backend's. ``measured`` is the norm, 0-d float64, or the table of the gradients; for units,
-        with ``weights``, the table of their weights. Norms and multipliers are multiplied by ``unscale_by``, 0-d
-        float32. If ``skip``, 0-d float32, is not zero, the multipliers are 1 and the state does not change, except to
-        count a norm that is not finite.
-        """
-        memory, device = self._state_tensor, measured.device
-        of_method = self._method_state(len(measured) if measured.dim() else 0)
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, of_method):
-            refuse_capture(device, f"the state of {type(self).__name__}")
-            self._state_tensor = memory = _history.extended(memory, self._window, of_method, device)
-        if kernels.decide_clip_ is not None:
-            return kernels.decide_clip_(
-                self._method, self._method_options, memory, self._window, measured, weights, unscale_by, skip
-            )
-        state, scale = self._state, 1.0 if unscale_by is None else unscale_by.to(torch.float64)
-        norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
-        each = norms.l2_norms(measured) * scale if measured.dim() else measured
-        is_step = torch.ones_like(norm, dtype=torch.bool) if skip is None else skip == 0
-        is_recorded = norm.isfinite() & is_step & ((norm > 0) | (not self._leaves_zeros_out))
-        _history.add_norm_(state, norm, is_recorded)
-        of_weights = None if weights is None else norms.l2_norms(weights)
-        step = Step(state, norm, each, of_weights, is_recorded, each.isfinite() & is_step)
-        decided, counts = self._multipliers(step)
-        multipliers = torch.where(counts, decided, 1.0)
-        _history.add_multipliers_(state, multipliers, counts)
-        return torch.cat([(multipliers * scale).view(-1), norm.view(1)])
 
 
 class NormClip(AdaptiveClip):
@@ -221,21 +178,22 @@ class NormClip(AdaptiveClip):
             keep: 0-d bool on that device. False gives the multiplier 1 and records no finite norm. None means True.
         """
         skip = None if keep is None else (~keep).to(torch.float32)
-        return self.decide(resolve(None, norm.device.type), norm, skip=skip)[0]
+        return decide(self, resolve(None, norm.device.type), norm, skip=skip)[0]
 
     def _clip_(self, given: ToClip) -> Tensor:
-        measured = _measured(given, norms.StepRequest(math.inf, None, None))
-        assert measured.decision is not None
-        norm = measured.decision.scaling[norms.NORM]
-        kernels = resolve_for(given.backend, norm.device.type, given.name_of, 0)
-        scale_gradients_(given.tensors, self.decide(kernels, norm), given.name_of, given.backend)
+        tensors, _, name_of, backend = given
+        only_measured = norms.StepRequest(math.inf, None, None)
+        _, measured = measure_step(tensors, name_of, backend, only_measured, None, in_place=True)
+        norm = measured.scaling[norms.NORM]
+        kernels = resolve_for(backend, norm.device.type, name_of, 0)
+        scale_(tensors, decide(self, kernels, norm), name_of, backend)
         return norm
 
 
 class TensorClip(AdaptiveClip):
     """A clip that decides one multiplier for each tensor, or for each unit."""
 
-    def require(self, given: ToClip) -> None:
+    def _refuse(self, given: ToClip) -> None:
         refuse_distributed(given.tensors, given.name_of)
 
     @abstractmethod
@@ -244,25 +202,64 @@ class TensorClip(AdaptiveClip):
     ) -> Tensor:
         """Decides the multipliers of a step, scales ``given`` in place, and updates the state. No host sync.
 
-        `require` has accepted them. ``rows`` returns their table, on the first one's device. Errors are as in
+        `refuse` has accepted them. ``rows`` returns their table, on the first one's device. Errors are as in
         `AdaptiveClip.clip_`. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
         they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
         not change. Returns the norm before, without the loss scale: 0-d float64.
         """
 
     def _clip_(self, given: ToClip) -> Tensor:
-        self.require(given)
-        return self.scale_(given, lambda: _measured(given).table())
+        self._refuse(given)
+        return self.scale_(given, measure(given.tensors, given.name_of, given.backend, None, in_place=True).table)
 
 
-def _measured(given: ToClip, step: norms.StepRequest | None = None) -> Measurement:
-    """`measure` for gradients that are to be clipped; raises before anything changes if one cannot be."""
-    gradients, _, name_of, backend = given
-    measured = measure_directly(gradients, name_of, backend, step)
-    if measured is None:
-        refuse_distributed(gradients, name_of)
-        measured = measure(gradients, name_of, backend, step=step, in_place=True)
-    return measured
+def refuse(clip: AdaptiveClip, given: ToClip) -> None:
+    """Raises, before anything is changed, if ``clip`` cannot clip ``given``: of another list or another kind."""
+    clip._refuse(given)
+
+
+def state_tensor_of(clip: AdaptiveClip, state: Any, place: str = "state") -> Tensor:
+    """The state tensor that ``clip.load_state_dict`` takes from the ``state`` at this place; ValueError as there."""
+    name, of_method = type(clip).__name__, clip._method_state(0)
+    return _history.loaded(state, place, name, clip._window, clip._method_names, of_method)
+
+
+def decide(
+    clip: AdaptiveClip,
+    kernels: Kernels,
+    measured: Tensor,
+    weights: Tensor | None = None,
+    unscale_by: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """Decides about a step and updates the state of ``clip``: multipliers, then the norm, 1-d float64. No host sync.
+
+    ``kernels`` are a backend's. ``measured`` is the norm, 0-d float64, or the table of the gradients; for units,
+    with ``weights``, the table of their weights. Norms and multipliers are multiplied by ``unscale_by``, 0-d
+    float32. If ``skip``, 0-d float32, is not zero, the multipliers are 1 and the state does not change, except to
+    count a norm that is not finite.
+    """
+    memory, device = clip._state_tensor, measured.device
+    of_method = clip._method_state(len(measured) if measured.dim() else 0)
+    if memory is None or memory.device != device or len(memory) != _history.size(clip._window, of_method):
+        refuse_capture(device, f"the state of {type(clip).__name__}")
+        clip._state_tensor = memory = _history.extended(memory, clip._window, of_method, device)
+    if kernels.decide_clip_ is not None:
+        return kernels.decide_clip_(
+            clip._method, clip._method_options, memory, clip._window, measured, weights, unscale_by, skip
+        )
+    state, scale = clip._state, 1.0 if unscale_by is None else unscale_by.to(torch.float64)
+    norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
+    each = norms.l2_norms(measured) * scale if measured.dim() else measured
+    is_step = torch.ones_like(norm, dtype=torch.bool) if skip is None else skip == 0
+    is_recorded = norm.isfinite() & is_step & ((norm > 0) | (not clip._leaves_zeros_out))
+    _history.add_norm_(state, norm, is_recorded)
+    of_weights = None if weights is None else norms.l2_norms(weights)
+    step = Step(state, norm, each, of_weights, is_recorded, each.isfinite() & is_step)
+    decided, counts = clip._multipliers(step)
+    multipliers = torch.where(counts, decided, 1.0)
+    _history.add_multipliers_(state, multipliers, counts)
+    return torch.cat([(multipliers * scale).view(-1), norm.view(1)])
 
 
 def limited(norm: Tensor, limit: Tensor | float) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstat._core.measure import direct_for, kernels_for, resolve_for
+from gradstat._core.measure import kernels_for, resolve_for
 from gradstat._core.measurement import Measurement
+from gradstat._core.multiply import scale_
 from gradstat._core.tensors import by_device, readable, to_device, writable
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, ToClip, limited, number, whole_number
-from gradstat.clip import scale_everywhere_
+from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, ToClip, decide, limited, number, whole_number
 
 
 class AdaGC(TensorClip):
@@ -80,8 +80,8 @@ class AdaGC(TensorClip):
         means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
-    def require(self, given: ToClip) -> None:
-        super().require(given)
+    def _refuse(self, given: ToClip) -> None:
+        super()._refuse(given)
         count = 0 if self._state_tensor is None else len(_history.views(self._state_tensor, self._window)[1])
         ids = tuple(map(id, given.parameters))
         if count not in (0, len(ids)) or self._parameter_ids not in (None, ids):
@@ -95,12 +95,11 @@ class AdaGC(TensorClip):
     def scale_(
         self, given: ToClip, rows: Callable[[], Tensor], unscale_by: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:
-        kernels = resolve_for(given.backend, given.tensors[0].device.type, given.name_of, 0)
-        decided = self.decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
-        direct = direct_for(given.tensors[0], given.backend)
-        if direct is None or not direct.scale_each_(given.tensors, decided[:-1]):
-            scale_everywhere_(writable(given.tensors, given.name_of), decided[:-1], given.name_of, given.backend)
-        self._parameter_ids = tuple(map(id, given.parameters))
+        tensors, parameters, name_of, backend = given
+        kernels = resolve_for(backend, tensors[0].device.type, name_of, 0)
+        decided = decide(self, kernels, rows(), unscale_by=unscale_by, skip=skip)
+        scale_(tensors, decided[:-1], name_of, backend, each=True)
+        self._parameter_ids = tuple(map(id, parameters))
         return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,8 +144,8 @@ class AGC(TensorClip):
         assert step.weights is not None
         return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
 
-    def require(self, given: ToClip) -> None:
-        super().require(given)
+    def _refuse(self, given: ToClip) -> None:
+        super()._refuse(given)
         for i, gradient in enumerate(given.tensors):
             if gradient.is_sparse:
                 raise NotImplementedError(f"{given.name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
@@ -164,7 +163,8 @@ class AGC(TensorClip):
             Measurement([kernels[device].unit_stats([those[i] for i in at]) for device, at in groups.items()], None, ())
             for those in (targets, weights)
         )
-        decided = self.decide(kernels[targets[0].device], units.summands(), of_weights.summands(), unscale_by, skip)
+        home = kernels[targets[0].device]
+        decided = decide(self, home, units.summands(), of_weights.summands(), unscale_by, skip)
         multipliers = decided[:-1].split([len(table) for table in units.tables])
         for (device, at), of_device in zip(groups.items(), multipliers, strict=True):
             kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))

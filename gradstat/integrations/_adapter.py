@@ -18,6 +18,7 @@ from gradstat._core.warn import not_replacing
 from gradstat._version import __version__
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._base import state_tensor_of
 from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_clips
 from gradstat.integrations.loggers import scalars_of
@@ -185,7 +186,7 @@ class Adapter:
                 "same models before loading"
             )
         if isinstance(self.max_norm, AdaptiveClip) and state.get("clip") is not None:
-            self.max_norm.checked(state["clip"], "state['clip']")  # raises before a monitor has changed
+            state_tensor_of(self.max_norm, state["clip"], "state['clip']")  # raises before a monitor has changed
         for attachment, saved in zip(self.attachments, state["monitors"], strict=True):
             attachment.load_state_dict(saved)
         self._load_clip(state)

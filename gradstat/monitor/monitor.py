@@ -26,7 +26,7 @@ from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
-from gradstat.guard import SpikeGuard
+from gradstat.guard import SpikeGuard, state_tensor_of
 from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
 from gradstat.monitor.arguments import Settings, check_arguments, check_engine_options, check_guard, check_policies
@@ -651,7 +651,7 @@ class Monitor:
         with self._lock:
             history = recording_of(state)
             guard = None if state.get("guard") is None else self.guard
-            memory = None if guard is None else guard.checked(state["guard"], "state['guard']")
+            memory = None if guard is None else state_tensor_of(guard, state["guard"], "state['guard']")
             load_rules(self._rules.rules, state["rules"])
             # From here on nothing is refused.
             if guard is not None and memory is not None:

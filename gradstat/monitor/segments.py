@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gradstat import _fields
 from gradstat._core import norms
 from gradstat._core.collectives import UnreachableRankError
-from gradstat._core.measure import measure, measure_directly
+from gradstat._core.measure import Spread, measure, measure_ordinary
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_not_measured
 from gradstat.recording.kinds import STATE, kind_of
@@ -93,7 +93,7 @@ def measure_segments(
     is_awaited = extra_groups is not None or (
         parameters is not None and segments[0].positions == [] and is_distributed(parameters)
     )
-    measured = None if is_awaited else measure_directly(tensors, lambda i: _name_of(segments, i), backend, to_host=True)
+    measured = None if is_awaited else measure_ordinary(tensors, backend, to_host=True)
     if measured is not None:
         return [PendingRows(segments, measured, reduce_to)]
     parts = []
@@ -114,7 +114,7 @@ def measure_segments(
             of = parameters if i == 0 and (is_awaited or is_distributed(some)) else None
             # Without their extra groups, tensors that only some ranks have, such as experts, cannot be told apart.
             names = None if i and extra_groups is not None else functools.partial(tuple, segment.names)
-            rows = measure(some, name_of, backend, parameters=of, names=names, extra_groups=extra)
+            rows = measure(some, name_of, backend, Spread(of, names, extra))
         except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise
         except Exception as raised:  # other ranks wait in collectives of later segments

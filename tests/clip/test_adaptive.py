@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import gradstat
 from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
-from gradstat._core import backends
-from gradstat.adaptive import AdaptiveClip, NormClip
+from gradstat._core import backends, multiply
+from gradstat.adaptive import AdaptiveClip, NormClip, tensor_clips
 from gradstat.adaptive._base import ToClip
 
 # The rules in plain Python: each takes the norms of all steps and returns all multipliers -----------------------
@@ -328,7 +328,7 @@ def test_each_device_has_its_own_kernels(make: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(backends, "resolve", resolve)
     groups = {torch.device("cpu"): [0], torch.device("cuda"): [1]}
-    for module in (gradstat.adaptive.tensor_clips, gradstat.clip):
+    for module in (tensor_clips, multiply):
         monkeypatch.setattr(module, "by_device", lambda _: groups)
         monkeypatch.setattr(module, "to_device", lambda tensor, _: tensor)
     with pytest.raises(backends.BackendUnavailableError, match=r"no kernels \('the gradient of parameters\[1\]'"):

@@ -15,6 +15,7 @@ from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
 from gradstat._core import backends
 from gradstat._core.backends import Kernels
 from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._base import decide
 
 BY_KERNELS = [where for where in DECIDING if where[0] != "reference"]
 NUMBERS = (0.0, 0.5, 2.0, -1.0, 1e300, -1e300, 2.0**63, math.nan, math.inf, -math.inf, -16.0, -17.0, 17.5, 2.0**52 + 1)
@@ -59,7 +60,7 @@ def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels, whe
     for step, norm in enumerate(norms(300)):
         given = torch.tensor(norm, dtype=torch.float64, device=where[1])
         skip = torch.tensor(float(step % 11 == 5), device=where[1])
-        decisions.append((ours.decide(kernels, given, skip=skip), theirs.decide(reference, given, skip=skip)))
+        decisions.append((decide(ours, kernels, given, skip=skip), decide(theirs, reference, given, skip=skip)))
     assert_alike(ours, theirs, decisions)
     assert sum(own[0] < 1 for own, _ in decisions) > 10 or "percentile=100" in repr(ours)
 
@@ -69,7 +70,7 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels, w
     """Against numpy.percentile, for a window that has wrapped around."""
     window, kept = 2500, norms(6000)
     clip = AutoClip(90, window)
-    clip.decide(kernels, torch.tensor(1.0, dtype=torch.float64, device=where[1]))
+    decide(clip, kernels, torch.tensor(1.0, dtype=torch.float64, device=where[1]))
     held = [norm for norm in kept if math.isfinite(norm)][: window + 700]
     clip.load_state_dict(
         {
@@ -82,7 +83,7 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels, w
         }
     )
     expected = np.percentile([*held[-700:], 1e9, *held[701:window]], 90)
-    multiplier = clip.decide(kernels, torch.tensor(1e9, dtype=torch.float64, device=where[1]))[0]
+    multiplier = decide(clip, kernels, torch.tensor(1e9, dtype=torch.float64, device=where[1]))[0]
     assert multiplier.item() == pytest.approx(expected / 1e9, rel=1e-12)
 
 
@@ -105,7 +106,7 @@ def test_the_same_rows_give_the_same_decisions(
         if isinstance(ours, AGC):
             weights = gradstat.stats([torch.randn(4, generator=generator) for _ in range(count)]).to(where[1])
         skip = torch.tensor(float(step == 6), device=where[1])
-        decided = [clip.decide(by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
+        decided = [decide(clip, by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
         decisions.append((decided[0], decided[1]))
     assert_alike(ours, theirs, decisions)
     assert any((own < 1).any() for own, _ in decisions)
@@ -157,9 +158,9 @@ GUARDED = (
 )
 def test_the_operators_refuse_what_does_not_fit(operator: str, arguments: tuple[Any, ...], message: str) -> None:
     kernels = backends.resolve("native", "cpu")
-    decide: Any = kernels.decide_clip_ if operator == "clip" else kernels.guard_
+    operate: Any = kernels.decide_clip_ if operator == "clip" else kernels.guard_
     with pytest.raises(RuntimeError, match=message):
-        decide(*arguments, *[None] * ((8 if operator == "clip" else 7) - len(arguments)))
+        operate(*arguments, *[None] * ((8 if operator == "clip" else 7) - len(arguments)))
     assert not STATE.any()
     assert not GUARDED[1].any()
 

@@ -194,7 +194,7 @@ LAYERS = {
         text
         | files importing warn compiling collectives nested wrappers norms tensors engines announce
         | native reference saved hooks | backends parameters host_copy
-        | measurement agreement | sharded | measure | __init__
+        | measurement agreement | sharded | measure | multiply | __init__
     """,
     "gradstat.monitor": """
         unwatched options policies actions segments flight_file endings

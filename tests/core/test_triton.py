@@ -205,13 +205,13 @@ def test_a_clip_is_four_launches_and_the_same_without_the_extension(monkeypatch:
 
     monkeypatch.setattr(Launcher, "__call__", launch)
     tensors, results = [random(99, dtype, DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.complex64)], []
-    for direct in (kernels.direct, None):
+    for direct in (kernels.direct, backends.NOT_COMPILED):
         monkeypatch.setattr(kernels, "direct", direct)
         parameters = parameters_with(tensor.clone() for tensor in tensors)
         with Operations() as operations:
             norm = gradstat.clip_grad_norm_(parameters, 0.1, backend="triton")
         results.append([norm, *(parameter.grad for parameter in parameters)])
-        if direct is not None:
+        if direct is not backends.NOT_COMPILED:
             assert [name for name in operations.names if "empty" not in name] == ["aten::_to_copy"]
             assert launched == [stats_kernel, norm_kernel, scale_kernel]
     torch.testing.assert_close(*results, rtol=1e-7, atol=0.0)

@@ -21,7 +21,9 @@ from helpers.cuda_on_cpu_build import loaded
 
 import gradstat
 from gradstat import _fields
+from gradstat import guard as guards
 from gradstat._core import backends
+from gradstat.adaptive._base import decide
 
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "records", "waits", "devices_set")
 ONE_SLOT = {"pinned_allocations": 1, "allocations": 1}  # the latter for its event
@@ -337,7 +339,7 @@ def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.C
     for each in (clip, other):
         each.multiplier(norm)
     with stream.capture() as replay:
-        out = clip.decide(kernels, norm)
+        out = decide(clip, kernels, norm)
     for given in (3.0, 1.0, 7.0, 2.0, math.inf, 9.0, 4.0):
         norm.fill_(given)
         replay(stream)
@@ -354,9 +356,9 @@ def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) ->
     numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
     counters = torch.zeros(3, dtype=torch.int64)
     asked = numbers, verdict, None, counters, ()
-    guard.decide(backends.resolve("native", "cpu"), *asked)
+    guards.decide(guard, backends.resolve("native", "cpu"), *asked)
     with stream.capture() as replay:
-        out = guard.decide(kernels, *asked)
+        out = guards.decide(guard, kernels, *asked)
     for norm, skip, in_a_row in ((3.0, 0, 0), (7.0, 1, 1), (6.0, 1, 2), (5.0, 0, 0)):
         numbers[1] = norm
         replay(stream)

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 import gradstat
 from gradstat._core import sharded
 from gradstat._core.engines import FlatShard
-from gradstat._core.measure import measure
+from gradstat._core.measure import Spread, measure
 from gradstat._core.measurement import HostRows
 from gradstat.report import Report
 
@@ -503,7 +503,7 @@ def _reports(seed: int, split: bool) -> list[dict[str, Any]]:
     total = sum(whole.numel() for whole in wholes.values())
     for partition in (1, total // 3, total // 2 + 1, total, 2 * total):
         pieces = _pieces(wholes, partition, group)
-        rows = HostRows(measure(pieces, str, None, parameters=list(wholes.values())))
+        rows = HostRows(measure(pieces, str, None, Spread(list(wholes.values()))))
         found = Report(lambda: list(wholes), rows.table(), rows.infos, total=rows.total())
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype

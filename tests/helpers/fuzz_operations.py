@@ -266,9 +266,9 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     kernels = backends.resolve(backend, device.type)
     before = batch.memory()
     numbers = [source.choice((1.0, 0.0, -0.37, 0.8125, 3.7, 2.0**-16, math.inf, math.nan)) for _ in chosen]
-    direct = source.choice((kernels.direct, None))
+    direct = source.choice((kernels.direct, backends.NOT_COMPILED))
     multipliers = torch.tensor(numbers, dtype=torch.float64, device=device)
-    if direct is None:
+    if direct is backends.NOT_COMPILED:
         kernels.scale_each_(tensors, multipliers)
     else:
         expect(direct.scale_each_(tensors, multipliers) is True, "return value", "scale_each_", None, True)
@@ -276,7 +276,8 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     assert_products(batch, before, by_position, keeps_bits=backend == "native")
     before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))
     numbers = torch.tensor(factor, dtype=torch.float32, device=device)
-    table = unscale_(kernels, tensors, numbers) if direct is None else direct.unscale_(tensors, numbers)[0]
+    is_direct = direct is not backends.NOT_COMPILED
+    table = direct.unscale_(tensors, numbers)[0] if is_direct else unscale_(kernels, tensors, numbers)
     factor = float(np.float32(factor))
     assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
     exact_stats, recipes = batch.exact_stats(), [batch.recipes[i] for i in chosen]

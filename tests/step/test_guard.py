@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
+from gradstat import guard as guards
 from gradstat._core import backends
 from gradstat.integrations import loggers as log
 
@@ -101,7 +102,7 @@ def judge(
     loss, norm = (None if value is None else torch.as_tensor(value, device=device) for value in values)
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64, device=device)
     verdict = torch.tensor([float(bad), 2.0, 8.0], device=device)
-    return guard.decide(backends.resolve(*where), numbers, verdict, loss, None, ()), numbers
+    return guards.decide(guard, backends.resolve(*where), numbers, verdict, loss, None, ()), numbers
 
 
 @deciding

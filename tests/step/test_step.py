@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 import gradstat
 from gradstat import counters
 from gradstat._core import native, norms
-from gradstat._core.measure import direct_for
-from gradstat._step import measured, optimizers
+from gradstat._core.measure import compiled_for
+from gradstat._step import optimizers, record
 from gradstat.amp import GradScaler
 
 # Every optimizer of torch, and whether its steps can be skipped on the device.
@@ -162,8 +162,8 @@ FUSED = [name for name, (_, honors) in OPTIMIZERS.items() if honors and "dampene
 @pytest.mark.parametrize("scaling", [False, True])
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured.StepMeasurement, "on_host", lambda self: pytest.fail("a host sync"))
-    monkeypatch.setattr(measured.StepMeasurement, "is_known_noop", False)
+    monkeypatch.setattr(record.StepRecord, "on_host", lambda self: pytest.fail("a host sync"))
+    monkeypatch.setattr(record.StepRecord, "is_known_noop", False)
     model = network()
     optimizer = OPTIMIZERS[kind][0](model.parameters())
     scaler, guard = GradScaler("cpu") if scaling else None, gradstat.SpikeGuard(window=4)
@@ -181,7 +181,7 @@ def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: py
 
 
 def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured.StepMeasurement, "on_host", lambda self: pytest.fail("a host sync"))
+    monkeypatch.setattr(record.StepRecord, "on_host", lambda self: pytest.fail("a host sync"))
     model = network()
     optimizer = torch.optim.RMSprop(model.parameters())
     loss_of(model, 0).backward()
@@ -566,7 +566,7 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
 def test_the_short_way_decides_as_the_operator(device: str) -> None:
     gradients = [torch.randn(300, device=device), torch.randn(5, 5, device=device).bfloat16()]
     scale, counters = torch.tensor(64.0, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    direct = direct_for(gradients[0], None)
+    direct = compiled_for(gradients, None)
     short = direct.measure_step(gradients, 0.01, 2.0, scale, counters)
     long = torch.ops.gradstat.measure_step(gradients, 0.01, 2.0, scale, counters)
     for a, b in zip(short, long, strict=True):

@@ -17,7 +17,8 @@ import gradstat
 from gradstat import amp, counters
 from gradstat._core.backends import resolve
 from gradstat._core.host_copy import HostCopy, streams_of
-from gradstat._step import measured
+from gradstat._step import record
+from gradstat.adaptive._base import decide
 
 SEEN: list[str] = []
 GPU = torch.device("cuda", 1)
@@ -43,7 +44,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
 
     monkeypatch.setattr(HostCopy, "__init__", recorded)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    for module in (measured, amp):
+    for module in (record, amp):
         monkeypatch.setattr(module, "streams_of", lambda tensors: (stack[-1],))
     yield stream
     assert stack == ["default"]
@@ -98,10 +99,10 @@ def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatc
     kernels, on_gpu = resolve("reference", "cpu"), SimpleNamespace(device=GPU, dim=lambda: 0)
     for clip in (gradstat.AutoClip(), gradstat.ZClip()):
         with pytest.raises(RuntimeError, match=f"the state of {type(clip).__name__} .*{message}"):
-            clip.decide(kernels, on_gpu)
-        clip.decide(kernels, torch.ones((), dtype=torch.float64))
+            decide(clip, kernels, on_gpu)
+        decide(clip, kernels, torch.ones((), dtype=torch.float64))
         with pytest.raises(RuntimeError, match=message):  # moving it would be repeated, too
-            clip.decide(kernels, on_gpu)
+            decide(clip, kernels, on_gpu)
 
 
 # On a GPU ---------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def measure_and_multiply(kernels: backends.Kernels, twins: Twins, multiplies: bo
         return
     factor, multiplier = torch.tensor(0.3), torch.tensor(0.7, dtype=torch.float64)
     each = (1 + torch.arange(len(tensors), dtype=torch.float64) % 7) / 8
-    fused: Any = kernels.direct or kernels
+    fused: Any = kernels if kernels.direct is backends.NOT_COMPILED else kernels.direct
     found, expected = fused.unscale_(tensors, factor.to(device)), torch.ops.gradstat.unscale_(twins.twins, factor)
     assert_same_table(found[0], expected[0], tensors)
     kernels.scale_(tensors, multiplier.to(device))

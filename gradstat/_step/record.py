@@ -1,84 +1,82 @@
-"""The gradients of an optimizer, measured for its step: norm, verdict and report, and in-place clipping."""
+"""What is measured and decided about a step of an optimizer, in one record; and gradients that a scaler unscaled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradstat import guard as guards
 from gradstat._core import norms
 from gradstat._core.host_copy import Streams, on_streams, streams_of
-from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
+from gradstat._core.measure import Spread, measure_step, resolve_for
 from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.multiply import scale_, unscale_
 from gradstat._core.norms import DIVISOR, LOSS_SCALE, MULTIPLIER, NORM, REASON, SKIP, Decision, StepRequest
-from gradstat._core.parameters import Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
-from gradstat._core.tensors import ExtraGroups, NameOf, to_device, writable
+from gradstat._core.parameters import Gradients, Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
+from gradstat._core.tensors import ExtraGroups, NameOf, to_device
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
-from gradstat.adaptive._base import Limit, ToClip
+from gradstat.adaptive._base import Limit, ToClip, decide, refuse
 from gradstat.check import PendingReport, report_of
-from gradstat.clip import clip_grad_norm_, scale_everywhere_, scale_gradients_
-from gradstat.guard import SpikeGuard, reasons_of
+from gradstat.clip import clip_grad_norm_
 from gradstat.report import Report
 
 
-class StepMeasurement(NamedTuple):
-    """The measurement of some gradients, on the first one's device. Keeps no gradient alive."""
+@dataclass(slots=True)
+class StepRecord:
+    """What is known about a step from its measurement on; a guard and a clip change it. Keeps no gradient alive.
+
+    All tensors are on the first gradient's device.
+    """
 
     rows: Measurement  # with the loss scale, if ``is_scaled``
     labels: Labels
-    norm: Tensor  # this and the next two are as in `gradstat._core.norms.Decision`
+    norm: Tensor  # this and the next two begin as in `gradstat._core.norms.Decision`
     scaling: Tensor
     verdict: Tensor
-    is_scaled: bool
-    backend: str | None
+    is_scaled: bool = False
+    backend: str | None = None
     streams: Streams = ()
+    is_counted: bool = False  # by the launch that measured
     before_guard: Tensor | None = None  # the verdict before a guard changed it, if there is a guard
-    is_counted: bool = False  # whether the step is counted already
 
     @classmethod
-    def nothing(cls) -> StepMeasurement:
+    def nothing(cls) -> StepRecord:
         """No gradients: the norm is 0 and nothing needs to be skipped."""
         zero = torch.zeros((), device="cpu")
-        return cls(Measurement([], None, ()), Labels(tuple, tuple), *Decision.unclipped(zero, zero), False, None)
+        return cls(Measurement([], None, ()), Labels(tuple, tuple), *Decision.unclipped(zero, zero))
 
     @classmethod
     def of(
         cls,
-        gradients: list[Tensor],
-        labels: Labels,
-        step: StepRequest,
         named: NamedParameters,
-        backend: str | None,
-        extra_groups: ExtraGroups | None,
+        gradients: Gradients,
+        step: StepRequest,
+        backend: str | None = None,
+        extra_groups: ExtraGroups | None = None,
         *,
         in_place: bool = False,
-    ) -> StepMeasurement:
+    ) -> StepRecord:
         """Reads the gradients of ``named`` once; can count the step. No host sync; all ranks decide alike.
 
         With ``in_place``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
         """
+        tensors, labels, is_scaled = gradients.tensors, labels_of(named, gradients), step.loss_scale is not None
         if step.loss_scale is not None:
-            home = gradients[0].device if gradients else torch.device("cpu")
+            home = tensors[0].device if tensors else torch.device("cpu")
             step = step._replace(loss_scale=to_device(step.loss_scale, home))
             if in_place:
-                refuse_float16(gradients, labels.of)
-        rows = measure(
-            *(gradients, labels.of, backend),
-            step=step,
-            parameters=named.parameters,
-            names=named.names,
-            extra_groups=extra_groups,
-            in_place=in_place,
-        )
-        assert rows.decision is not None
-        streams = streams_of([rows.decision.verdict, *rows.tables])
-        is_scaled, is_counted = step.loss_scale is not None, step.counters is not None
-        return cls(rows, labels, *rows.decision, is_scaled, backend, streams, is_counted=is_counted)
+                refuse_float16(tensors, labels.of)
+        spread = Spread(named.parameters, named.names, extra_groups)
+        rows, decided = measure_step(tensors, labels.of, backend, step, spread, in_place=in_place)
+        streams = streams_of([decided.verdict, *rows.tables])
+        return cls(rows, labels, *decided, is_scaled, backend, streams, step.counters is not None)
 
     @property
     def home(self) -> torch.device | None:
@@ -95,19 +93,19 @@ class StepMeasurement(NamedTuple):
         skip = self.verdict[SKIP] != 0
         return skip if skips else torch.zeros_like(skip)
 
-    def guarded(self, guard: SpikeGuard, loss: Tensor | None, counters: Tensor | None) -> StepMeasurement:
-        """The measurement with the verdict of a guard, which counts the step. Scaling down changes the multiplier."""
+    def judge(self, guard: guards.SpikeGuard, loss: Tensor | None, counters: Tensor | None) -> None:
+        """Lets a guard change the verdict and count the step. One that scales down changes the multiplier."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
-        verdict = guard.decide(kernels, self.scaling, self.verdict, loss, counters, self.streams)
-        return self._replace(verdict=verdict, before_guard=self.verdict)
+        self.before_guard = self.verdict
+        self.verdict = guards.decide(guard, kernels, self.scaling, self.verdict, loss, counters, self.streams)
 
-    def judged(self, skip: Tensor, reason: Tensor) -> StepMeasurement:
-        """The measurement with the verdict of a guard that has judged these gradients before, for a monitor."""
-        verdict = torch.cat([self.verdict, to_device(reason, self.verdict.device).to(torch.float32).view(1)])
-        verdict[SKIP] = torch.maximum(verdict[SKIP], to_device(skip, verdict.device))
-        return self._replace(verdict=verdict, before_guard=self.verdict)
+    def take_over(self, skip: Tensor, reason: Tensor) -> None:
+        """Takes over what a guard has decided before, for a monitor, about these gradients."""
+        self.before_guard, device = self.verdict, self.verdict.device
+        self.verdict = torch.cat([self.verdict, to_device(reason, device).to(torch.float32).view(1)])
+        self.verdict[SKIP] = torch.maximum(self.verdict[SKIP], to_device(skip, device))
 
-    def limit_(self, clip: AdaptiveClip, parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+    def limit_(self, clip: AdaptiveClip, gradients: list[Tensor], parameters: list[Tensor]) -> bool:
         """Applies the decision of a clip; returns whether it wrote the gradients, which are then unscaled as well.
 
         ``parameters`` are those that have the ``gradients``.
@@ -119,10 +117,9 @@ class StepMeasurement(NamedTuple):
             clip.scale_(given, self.rows.table, unscale_by, skip)
             torch.autograd.graph.increment_version(gradients)
             return True
-        assert isinstance(clip, NormClip)
         norm = self.scaling[NORM]
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
-        multiplier = clip.decide(kernels, norm, skip=self.verdict[SKIP])[0]
+        multiplier = decide(clip, kernels, norm, skip=self.verdict[SKIP])[0]
         self.scaling[MULTIPLIER].mul_(multiplier)
         self.verdict[DIVISOR].div_(multiplier)
         return False
@@ -157,7 +154,7 @@ class StepMeasurement(NamedTuple):
 
         def make(rows: HostRows, verdict: Any) -> Report:
             scale = float(verdict[LOSS_SCALE]) if is_scaled else None
-            refused = reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
+            refused = guards.reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
             return report_of(labels, scale, rows, refused)
 
         with on_streams(self.streams):
@@ -165,13 +162,13 @@ class StepMeasurement(NamedTuple):
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the measured gradients in place, unless the multiplier is 1."""
-        scale_gradients_(gradients, self.scaling, self.labels.of, self.backend)
+        scale_(gradients, self.scaling, self.labels.of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
     @property
     def is_known_noop(self) -> bool:
         """Whether clipping and unscaling change nothing; False where finding out would wait for a device."""
-        return self.verdict.device.type == "cpu" and self.verdict.tolist()[DIVISOR] == 1.0
+        return self.verdict.is_cpu and self.verdict.tolist()[DIVISOR] == 1.0
 
     def on_host(self) -> tuple[bool, float]:
         """Whether to skip the step, and the divisor of the gradients: one host sync, refused during graph capture."""
@@ -197,19 +194,8 @@ class Unscaled(NamedTuple):
         cls, gradients: list[Tensor], labels: Labels, factor: Tensor, named: NamedParameters, extra: ExtraGroups | None
     ) -> Unscaled:
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
-        name_of, first = labels.of, gradients[0]
-        multiplier = to_device(factor, first.device)
-        direct = direct_for(first, None) if extra is None else None
-        short = direct.unscale_(gradients, multiplier) if direct is not None else None
-        if short is not None:
-            table, signature = short
-            rows = Measurement([table], None, infos_of(gradients, signature))
-        else:
-            with torch.no_grad():
-                targets = writable(gradients, name_of)
-                scale_everywhere_(targets, multiplier.to(torch.float64), name_of, None)
-            parameters, names = named.parameters, named.names
-            rows = measure(gradients, name_of, None, parameters=parameters, names=names, extra_groups=extra)
+        multiplier = to_device(factor, gradients[0].device)
+        rows = unscale_(gradients, multiplier, labels.of, Spread(named.parameters, named.names, extra))
         torch.autograd.graph.increment_version(gradients)
         return cls(rows, labels, multiplier, streams_of([multiplier, *rows.tables]))
 
@@ -234,7 +220,7 @@ class Unscaled(NamedTuple):
                     assert not isinstance(max_norm, AdaptiveClip)
                     multiplier = norms.clip_multiplier(total, float(max_norm))
                     multiplier = torch.where(total.isfinite(), multiplier, 1.0)
-                scale_gradients_(given.tensors, multiplier, given.name_of, None)
+                scale_(given.tensors, multiplier, given.name_of, None)
             torch.autograd.graph.increment_version(given.tensors)
             return total.to(norms.norm_dtype(given.tensors))
 
@@ -267,17 +253,21 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     gradients = gradients_of(named.parameters)
     if not gradients.tensors or limit == math.inf:
         return
-    labels, parameters = labels_of(named, gradients), gradients.owners(named.parameters)
+    given = to_clip(named, gradients)
     clip, max_norm = (limit, math.inf) if isinstance(limit, AdaptiveClip) else (None, limit)
     if clip is not None:
-        clip.require(ToClip(gradients.tensors, parameters, labels.of))
+        refuse(clip, given)
     step = StepRequest(max_norm, loss_scale, None)
     with torch.no_grad():
-        in_place = isinstance(clip, TensorClip)
-        measured = StepMeasurement.of(gradients.tensors, labels, step, named, None, None, in_place=in_place)
-        is_unscaled = clip is not None and measured.limit_(clip, parameters, gradients.tensors)
-        divisor = torch.ones_like(loss_scale) if is_unscaled else measured.verdict[DIVISOR]
+        record = StepRecord.of(named, gradients, step, in_place=isinstance(clip, TensorClip))
+        is_unscaled = clip is not None and record.limit_(clip, given.tensors, given.parameters)
+        divisor = torch.ones_like(loss_scale) if is_unscaled else record.verdict[DIVISOR]
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+
+
+def to_clip(named: NamedParameters, gradients: Gradients) -> ToClip:
+    """The gradients of ``named`` for a clip."""
+    return ToClip(gradients.tensors, gradients.owners(named.parameters), labels_of(named, gradients).of)
 
 
 def refuse_float16(gradients: Sequence[Tensor], name_of: NameOf) -> None:
