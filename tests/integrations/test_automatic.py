@@ -467,28 +467,6 @@ def test_warnings_point_at_the_users_line(way: str) -> None:
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_remove_undoes_everything_and_a_second_call_works() -> None:
-    """torch's functions are restored when the last handle is removed."""
-
-    def functions() -> list[Any]:
-        return [torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_, gradstat.amp.GradScaler.step]
-
-    before = functions()
-    (model, optimizer), (_, other) = made(), made()
-    handles = [gradstat.auto(optimizer), gradstat.auto(other)]
-    list(program(optimizer, model, 2))
-    assert not set(before) & set(functions())
-    with gradstat.patch_torch():
-        handles[0].remove()
-        assert not set(before) & set(functions())
-        handles[1].remove()
-    assert functions() == before
-    list(program(optimizer, model, 2))
-    assert handles[0].monitor.steps == 2
-    assert not optimizer._optimizer_step_pre_hooks
-    gradstat.auto(optimizer)
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
     ("module", "name", "when"),

@@ -68,6 +68,8 @@ def trained(
 
 def test_a_healthy_run_finds_nothing_and_records_what_check_says() -> None:
     model, optimizer, monitor = made()
+    nothing = "nothing is known about Net, since monitor.step() has not been called"
+    assert (monitor.diagnose().ok, nothing in str(monitor.diagnose())) == (False, True)
     norms, rows = [], []
     for _ in range(70):
         x = torch.randn(32, 8)
@@ -80,6 +82,7 @@ def test_a_healthy_run_finds_nothing_and_records_what_check_says() -> None:
         assert (latest.step, latest.report.total_norm) == (monitor.steps - 1, report.total_norm)
         optimizer.step()
     assert monitor.findings == []
+    assert "nothing wrong in 70 steps of Net" in str(monitor.diagnose())
     recording = monitor.recording()
     assert recording.steps.tolist() == list(range(70))
     np.testing.assert_allclose(recording.scalars["loss"], [loss for loss, _ in norms], rtol=1e-7)
@@ -689,23 +692,6 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
     assert monitor.recording().steps.tolist() == list(range(9))
 
 
-def test_the_diagnosis_in_all_its_forms() -> None:
-    model, optimizer, monitor = made()
-    for steps, ok, told in (
-        (0, False, "nothing is known about Net, since monitor.step() has not been called"),
-        (4, True, "nothing wrong in 4 steps of Net"),
-        (6, False, "likely causes"),
-    ):
-        trained(model, optimizer, monitor, steps, bad=4)
-        diagnosis = monitor.diagnose()
-        assert diagnosis.ok == ok
-        assert told in str(diagnosis)
-    assert diagnosis.to_dict()["findings"][0]["rule"] == "nonfinite-gradient"
-    for words in ("second.weight", "likely causes"):
-        assert words in str(diagnosis)
-        assert words in diagnosis.to_html()
-
-
 def test_assert_healthy_passes_and_fails(assert_healthy: Any) -> None:
     model, optimizer, _ = made()
     assert assert_healthy is gradstat.monitor.assert_healthy  # the fixture
@@ -858,6 +844,27 @@ def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone()
     optimizer.step()
     with pytest.raises(RuntimeError, match="parameters have changed"):
         monitor.replay(step)
+
+
+def test_a_replay_without_saved_state_uses_the_current_one() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 6))
+    x = torch.zeros(4, 6)
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+
+    def step() -> None:
+        (model(x) * 0).sum().sqrt().backward()
+
+    step()
+    (finding,) = monitor.step()
+    assert any("replay=step_fn" in advice for advice in finding.advice)
+    with pytest.warns(RuntimeWarning, match=r"no state of the step was saved.*Monitor\(..., replay=True\)"):
+        culprit = monitor.replay(step)
+    assert (culprit.phase, culprit.op) == ("backward", "sqrt")
+    assert "no state of the step was saved" in str(monitor.diagnose())
+    with pytest.warns(RuntimeWarning):
+        assert monitor.replay(lambda: model(x).sum().backward()) is None
+    with pytest.raises(TypeError, match="no function to run"):
+        monitor.replay()
 
 
 def test_a_step_that_was_not_skipped_is_gone_although_bad_ones_are() -> None:
