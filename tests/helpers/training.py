@@ -94,19 +94,6 @@ def backpropagated(optimizer: Optimizer, loss: Tensor) -> Tensor:
     return loss
 
 
-def trained(monitor: Monitor, loss: Callable[[int], Tensor], steps: int) -> Monitor:
-    """Trains a monitor's model on the loss of each step, with its optimizer if it has one; returns the monitor."""
-    for step in range(steps):
-        monitor._model.zero_grad()
-        value = loss(step)
-        value.backward()
-        monitor.step(value)
-        if monitor._optimizer is not None:
-            monitor._optimizer.step()
-    monitor.flush()
-    return monitor
-
-
 def fill(model: nn.Module, value: float = 1.0) -> None:
     """Sets every element of every gradient."""
     for parameter in model.parameters():
