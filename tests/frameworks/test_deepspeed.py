@@ -19,8 +19,6 @@ from torch import Tensor, nn
 import gradstat
 
 STAGES = (0, 1, 2, 3)
-# The first use of an engine in a process imports many modules.
-TIMEOUT = 300.0
 BAD = {"0.weight": [3, 30], "2.bias": [2]}  # flat indices; with two or three ranks a partition ends inside 0.weight
 
 
@@ -171,7 +169,7 @@ def _report(deepspeed: Any, config: Any) -> str:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_reports_are_those_of_the_whole_gradients(ranks: Ranks, world: int) -> None:
-    results = ranks.run(world, _reports, CASES, timeout=TIMEOUT)
+    results = ranks.run(world, _reports, CASES)
     assert all(result == results[0] for result in results)
 
 
@@ -205,7 +203,7 @@ def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int
     return found
 
 
-@on_ranks(2, TIMEOUT)
+@on_ranks(2)
 def test_a_monitor_names_the_parameter_at_every_stage() -> None:
     deepspeed = _start()
     for stage, dtype in [(0, "fp32"), *((stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "fp16"))]:
@@ -219,7 +217,7 @@ def test_a_monitor_names_the_parameter_at_every_stage() -> None:
             assert found.keys() <= {"dead-gradient", "nonfinite-gradient"} or not stage
 
 
-@on_ranks(2, TIMEOUT)
+@on_ranks(2)
 def test_what_the_engine_does_itself_is_refused() -> None:
     deepspeed = _start()
     for stage in (0, 2, 3):
@@ -249,7 +247,7 @@ def test_what_the_engine_does_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@on_ranks(2, TIMEOUT)
+@on_ranks(2)
 def test_accelerate(stage: int) -> None:
     _start()
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
@@ -293,7 +291,7 @@ def _is_seen_as_the_engine_has_it(monitor: gradstat.Monitor, name: str, norms: l
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@on_ranks(2, TIMEOUT)
+@on_ranks(2)
 def test_trainer(stage: int, tmp_path: Path) -> None:
     _start()
     from transformers import Trainer, TrainerCallback

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import gradstat
 
-TIMEOUT = 300.0
 BATCH = 4
 BAD = {"0.weight": [1800, 1849], "2.bias": [2]}  # flat indices
 # With and without: the distributed optimizer, overlap (and so buckets), bfloat16 with float32 gradients.
@@ -127,12 +126,12 @@ def _report(is_cut: bool, overlaps: bool, is_low: bool) -> str:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_reports_are_those_of_one_process(ranks: Ranks, world: int) -> None:
-    results = ranks.run(world, _reported, LAYOUTS, timeout=TIMEOUT)
+    results = ranks.run(world, _reported, LAYOUTS)
     assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-@on_ranks(2, TIMEOUT)
+@on_ranks(2)
 def test_a_monitor_names_the_parameter(is_cut: bool) -> None:
     _start()
     net = _net(torch.float32, has_unused=False)
@@ -153,7 +152,7 @@ def test_a_monitor_names_the_parameter(is_cut: bool) -> None:
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-@on_ranks(4, TIMEOUT)
+@on_ranks(4)
 def test_the_total_of_tensor_parallel_layers(is_cut: bool) -> None:
     """Tensor-parallel layers are sharded over two ranks, and replicated on two pairs of ranks."""
     groups = _start(tensor_model_parallel_size=2)
@@ -192,7 +191,7 @@ def test_the_total_of_tensor_parallel_layers(is_cut: bool) -> None:
     assert report.total_norm == pytest.approx(_norm(wholes.values()), rel=1e-5)
 
 
-@on_ranks(1, TIMEOUT)
+@on_ranks(1)
 def test_what_cannot_be_done_is_refused() -> None:
     _start()
     model = _wrapped(_net(torch.float32, has_unused=True), is_cut=True, overlaps=False)

@@ -25,13 +25,13 @@ def clip(layout: Layout, *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "pp", "pp+fsdp2", "ep+fsdp2"])
-@on_ranks(4, timeout=120.0)
+@on_ranks(4)
 def test_its_clip_is_as_in_one_process(layout: str) -> None:
     assert_clips_as_one_process(layout, clip, [2.0, 1.0])
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+tp", "ep+fsdp2", "pp+fsdp2"])
-@on_ranks(4, timeout=120.0)
+@on_ranks(4)
 def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard(layout: str) -> None:
     # One rank has empty shards of some parameters. torch's maximum raises for them, and the other ranks hang.
     with gradstat.patch_torch():
@@ -71,5 +71,5 @@ def debug_model() -> list[float]:
 
 
 def test_its_debug_model_trains_watched_and_clipped(ranks: Ranks) -> None:
-    for losses in ranks.run(2, debug_model, timeout=120.0):
+    for losses in ranks.run(2, debug_model):
         assert losses[-1] < losses[0]

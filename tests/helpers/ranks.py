@@ -20,7 +20,8 @@ import pytest
 
 MOST = 4
 _START_TIMEOUT, _STOP_TIMEOUT = 120.0, 10.0
-_ANSWER = 120.0
+# Seconds without progress after which a process group, and then a rank, is given up; much of them on a busy machine.
+_COLLECTIVE, _ANSWER = 300.0, 120.0
 # Imports shared by all ranks; torch imports _dynamo lazily, and it is large.
 _PRELOADED = ["torch._dynamo", "gradstat.distributed", "pytest"]
 
@@ -49,22 +50,22 @@ class Ranks:
                 raise RuntimeError(f"a rank did not start within {_START_TIMEOUT:g} s")
             pipe.recv()
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 20.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls an importable function on ranks 0 to ``world - 1`` and returns the result of each.
 
-        ``timeout`` is the process group's, in seconds. Ranks that do not answer for longer than that are started again.
+        Ranks that do not answer for longer than a collective may take are started again.
         """
         self._groups += 1
         store = Path(self._folder.name) / str(self._groups)
         for rank in range(world):
-            self._pipes[rank].send((function, arguments, world, rank, str(store), timeout))
+            self._pipes[rank].send((function, arguments, world, rank, str(store)))
         pending = dict(zip(self._pipes, range(world), strict=False))
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         while pending:
-            ready = connection.wait(pending, timeout + _ANSWER)
+            ready = connection.wait(pending, _COLLECTIVE + _ANSWER)
             if not ready:
-                raise self._lost(f"ranks {list(pending.values())} made no progress for {timeout + _ANSWER:g} s")
+                raise self._lost(f"ranks {list(pending.values())} made no progress for {_COLLECTIVE + _ANSWER:g} s")
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
@@ -103,14 +104,14 @@ def _serve(pipe: connection.Connection) -> None:
     pipe.send("ready")
     while True:
         try:
-            function, arguments, world, rank, store, seconds = pipe.recv()
+            function, arguments, world, rank, store = pipe.recv()
         except EOFError:
             return
         except Exception:  # the function's module cannot be imported here
             pipe.send((True, traceback.format_exc()))
             continue
         try:
-            timeout = datetime.timedelta(seconds=seconds)
+            timeout = datetime.timedelta(seconds=_COLLECTIVE)
             dist.init_process_group("gloo", f"file://{store}", timeout, world_size=world, rank=rank)
             torch.manual_seed(0)
             answer = (False, function(*arguments))
@@ -123,7 +124,7 @@ def _serve(pipe: connection.Connection) -> None:
             pipe.send(answer)
 
 
-def on_ranks(world: int, timeout: float = 20.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a function into a test that calls it on ``world`` ranks, with the test's parameters."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -131,7 +132,7 @@ def on_ranks(world: int, timeout: float = 20.0) -> Callable[[Callable[..., None]
 
         @functools.wraps(function)
         def test(ranks: Ranks, **arguments: Any) -> None:
-            ranks.run(world, _called, test, *(arguments[name] for name in own.parameters), timeout=timeout)
+            ranks.run(world, _called, test, *(arguments[name] for name in own.parameters))
 
         fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = own.replace(parameters=[fixture, *own.parameters.values()])  # type: ignore[attr-defined]

@@ -198,7 +198,7 @@ def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own() -> No
     assert [monitor.steps for monitor in handle.monitors] == [1, 1]
 
 
-@on_ranks(2, timeout=60.0)
+@on_ranks(2)
 def test_sharded_parameters_are_whole() -> None:
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import fully_shard
@@ -234,7 +234,7 @@ def test_sharded_parameters_are_whole() -> None:
 
 
 @pytest.mark.parametrize("how", ["accelerate", "monitor"])
-@on_ranks(2, timeout=60.0)
+@on_ranks(2)
 def test_ranks_with_uneven_inputs_neither_hang_nor_compare(how: str) -> None:
     """Inside of DDP's ``join()`` some ranks take fewer steps, so nothing may wait for them."""
     model: Any = nn.Linear(3, 1)

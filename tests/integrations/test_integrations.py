@@ -464,7 +464,7 @@ def test_warnings_point_at_the_users_line(under: Any, tmp_path: Path, recwarn: p
 
 
 @pytest.mark.parametrize("name", UNDER)
-@on_ranks(2, timeout=60.0)
+@on_ranks(2)
 def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     policies = ["skip", "stop", "replay"] if name == "trainer" else ["skip", "stop"]
     bad = frozenset({1, 2} if dist.get_rank() == 1 else ())  # on one rank, a pass of step 1 and its replay
@@ -576,7 +576,7 @@ class Drifting(Net):
 
 
 @pytest.mark.parametrize("name", UNDER)
-@on_ranks(2, timeout=90.0)
+@on_ranks(2)
 def test_replicas_are_compared_every_hundred_steps(name: str, tmp_path: Path) -> None:
     """Adapters run on every rank, so they can."""
     for watch, expected in (({}, [(100, "first.weight")]), ({"replicas": 0}, [])):
