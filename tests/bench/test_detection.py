@@ -43,14 +43,6 @@ def test_a_fault_is_run_with_its_twin_and_found_also_by_golden_runs() -> None:
         assert broken.recording is twin.recording is None
 
 
-def test_silent_errors_run_on_two_ranks() -> None:
-    number = number_of("every other step through the unwrapped module", "MLP, DDP on 2 ranks", "from step 0")
-    (verdict,) = detection.measure([number], [0], 1, steps=6)
-    ((broken, twin),) = verdict.arms
-    assert broken.losses[:1] == twin.losses[:1]
-    assert broken.norms[1] != twin.norms[1]
-
-
 def test_a_hit_is_new_and_follows_the_fault_soon(case: Case) -> None:
     def found(*flags: Flag, twin: tuple[Flag, ...] = ()) -> list[Flag]:
         return hits(case, arm(*flags), arm(*twin), "gradstat")
@@ -114,8 +106,7 @@ def test_other_tools_find_what_they_are_described_to_find(
 
 @pytest.mark.parametrize(
     ("first", "last", "diverged"),
-    [(2.0, 0.1, False), (2.0, 2.2, False), (2.0, 2.4, True), (2.0, math.inf, True), (2.0, math.nan, True),
-     (-20.0, -190.0, False), (-20.0, -18.0, False), (-20.0, -16.0, True), (0.0, 0.0, False)],
-)  # fmt: skip
+    [(2.0, 2.2, False), (2.0, 2.4, True), (2.0, math.nan, True), (-20.0, -18.0, False), (-20.0, -16.0, True)],
+)
 def test_a_program_diverges_if_it_ends_well_above_its_beginning(first: float, last: float, diverged: bool) -> None:
     assert has_diverged(first, last) == diverged
