@@ -6,7 +6,7 @@
     python examples/accelerate_example.py
 
 A small model learns to predict bytes of Python's standard library, on the CPU, in a few seconds. In a step halfway
-through, an activation overflows. The step is skipped, micro-batch and operation are named, and training goes on.
+through, an activation overflows. The step is skipped, the operation is named, and training goes on.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 The model learns to predict bytes of Python's standard library, on the CPU, in about ten seconds. In a step halfway
 through, a layer divides by a norm that is 0. The step is skipped and replayed, which names the operation and its line;
-the micro-batch is named as well, and training goes on. Nothing is downloaded.
+and training goes on. Nothing is downloaded.
 """
 
 from __future__ import annotations

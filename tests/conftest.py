@@ -55,16 +55,18 @@ def _stop_watching() -> Iterator[None]:
         from helpers.frameworks import forget_accelerators
 
         forget_accelerators()
-    automatic = sys.modules.get("gradstat.automatic")
-    if automatic is not None:
+    if "gradstat.monitor" in sys.modules:
+        from gradstat._core import announce
+        from gradstat._step import torch_calls
         from gradstat.monitor import AnomalyError
 
         with warnings.catch_warnings():  # the test has checked its own
             warnings.simplefilter("ignore")
-            for handle in list(automatic._handles):
+            for listener in announce.listeners():
                 with contextlib.suppress(AnomalyError):
-                    handle.remove()
-        automatic.torch_calls.leave(None)
+                    listener.remove()
+                    listener.monitor.detach()
+        torch_calls.leave(None)
 
 
 @pytest.fixture(params=BACKENDS, ids="-".join)

@@ -14,9 +14,8 @@ from gradstat._core.warn import warn
 from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._adapter import Adapter, require_framework
-from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_name_of
+from gradstat.integrations._handle import FrameworkSource, Handle, require_framework
 from gradstat.monitor.policies import Policies
 
 require_framework("accelerate", (1, 0))
@@ -34,7 +33,6 @@ def install(
     on_anomaly: Policies = None,
     max_norm: float | AdaptiveClip | None = None,
     watch: Mapping[str, int] | Sequence[str] | None = None,
-    micro_batches: bool = True,
     healthy_checkpoints: bool = False,
     **monitor_options: Any,
 ) -> AccelerateHandle:
@@ -52,8 +50,6 @@ def install(
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
         max_norm: A number or an adaptive clip, applied before each step of the optimizer. For loops that do not clip
             themselves or clip to infinity: another limit is refused.
-        micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
-            the one that brought NaN or Inf. This costs one more pass over the gradients for each.
         healthy_checkpoints: Whether ``accelerator.save_state`` saves nothing and returns None while
             `gradstat.Monitor.is_healthy` is False, so that no such state replaces a healthy one.
 
@@ -79,26 +75,25 @@ def install(
             "after accelerator.prepare(model, optimizer, ...)"
         )
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    return AccelerateHandle(accelerator, arguments, max_norm, install, healthy_checkpoints, micro_batches=micro_batches)
+    return AccelerateHandle(accelerator, arguments, max_norm, install, healthy_checkpoints)
 
 
-class AccelerateHandle(Adapter):
+class AccelerateHandle(Handle):
     """What `install` returns. A context manager; leaving it calls `remove`."""
 
     source = "accelerator"
 
-    def __init__(self, accelerator: Any, *arguments: Any, micro_batches: bool) -> None:
+    def __init__(self, accelerator: Any, *arguments: Any) -> None:
         """Made by `install`."""
         super().__init__(*arguments)
-        self._micro_batches = micro_batches
         self._warned: set[str] = set()
-        self._aside: list[Attachment] = []  # the clip that runs is not that of their models
+        self._aside: list[FrameworkSource] = []  # the clip that runs is not that of their models
         self._check(accelerator)
         self._attach_models()
         self._patch_framework()
 
     def _check(self, accelerator: Any) -> None:
-        """Raises what `engine_clips` raises; afterwards attachments can be made."""
+        """Raises what `engine_clips` raises; afterwards models can be watched."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         is_fsdp2 = kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)
         engine = None if is_fsdp2 else engine_name_of(kind)
@@ -108,7 +103,7 @@ class AccelerateHandle(Adapter):
         self.is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
 
     def _attach_models(self) -> None:
-        """Pairs models and optimizers, and makes the attachments; ValueError if an option does not allow the pairs."""
+        """Pairs models and optimizers, and watches them; ValueError if an option does not allow the pairs."""
         models, optimizers = self._accelerator._models, self._accelerator._optimizers
         if isinstance(self.max_norm, AdaptiveClip) and len(models) > 1:
             raise ValueError(
@@ -133,7 +128,7 @@ class AccelerateHandle(Adapter):
             self._attach(model, optimizer, self._accelerator.scaler, steps_itself=len(optimizers) > 1)
 
     def _patch_framework(self) -> None:
-        """Patches the accelerator, once the attachments have been made.
+        """Patches the accelerator, once the models are watched.
 
         A handle that it already has is removed, as of a notebook cell that runs again.
         """
@@ -163,40 +158,36 @@ class AccelerateHandle(Adapter):
             # The Trainer has divided the loss by the number of micro-batches.
             is_divided = isinstance(loss, Tensor) and options.get("scale_wrt_gas") is False
             steps = self._accelerator.gradient_accumulation_steps
-            self._saw_backward(loss.detach() * steps if is_divided else loss, False)
+            self._saw_backward(loss.detach() * steps if is_divided else loss)
             return original(loss, **options)
         result = original(loss, **options)
-        self._saw_backward(loss, self._micro_batches and self._takes_several() and not self._engine_clips)
+        self._saw_backward(loss)
         return result
 
     def _in_save_state(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        is_withheld = any(attachment.withholds_checkpoint() for attachment in self.attachments)
-        return None if is_withheld else original(*args, **kwargs)
+        return None if self._withholds_checkpoint() else original(*args, **kwargs)
 
     def _in_join(self, original: Any, joinables: Any, *args: Any, **kwargs: Any) -> Any:
         """Tells the monitors which DDP modules take part; the accelerator holds only the models inside of them."""
         joinables = list(joinables)
-        for attachment in self.attachments:
+        for one in self.watched:
             for wrapper in joinables:
-                if without_ddp(wrapper) is attachment.model:
-                    attachment.monitor.connection.wrapper = wrapper
+                if without_ddp(wrapper) is one.model:
+                    one.source.wrapper = wrapper
         return original(joinables, *args, **kwargs)
 
     def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        for attachment in self.attachments:
-            attachment.measure()
+        for one in self.watched:
+            one.measure()
         return original(*args, **kwargs)
 
-    def is_complete(self, attachment: Attachment) -> bool:
-        """Whether the accelerator synchronizes gradients, and clips none or those of ``attachment``."""
-        return bool(self._accelerator.sync_gradients) and attachment not in self._aside
+    def is_complete(self, source: FrameworkSource) -> bool:
+        """Whether the accelerator synchronizes gradients, and clips none or those of ``source``."""
+        return bool(self._accelerator.sync_gradients) and source not in self._aside
 
     def divisor(self) -> int:
         """The number of micro-batches."""
         return int(self._accelerator.gradient_accumulation_steps)
-
-    def _takes_several(self) -> bool:
-        return self.divisor() > 1
 
     def _in_clip(
         self, name: str, original: Any, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
@@ -210,25 +201,25 @@ class AccelerateHandle(Adapter):
                     f"clip configured twice: install(..., max_norm={self.max_norm!r}), and {name} is called with "
                     f"{float(asked)!r}. Leave max_norm out of install(), or pass float('inf') to {name}"
                 )
-        those = [attachment for attachment in self.attachments if attachment.holds(listed)]
+        those = [one for one in self.watched if one.listener.holds(listed)]
         if not self._accelerator.sync_gradients:
             self._warn_once(
                 "partial",
                 f"{name} was called while gradients are still being accumulated: the partial gradients are "
                 "not measured. Call it under `if accelerator.sync_gradients:`",
             )
-        elif not those and listed and self.attachments and not self._engine_clips:
+        elif not those and listed and self.watched and not self._engine_clips:
             self._warn_once(
                 "unknown",
                 f"{name} was called with parameters that belong to no watched model; they are clipped but not "
                 "measured. Prepare all models before gradstat's install()",
             )
-        self._aside = [attachment for attachment in self.attachments if attachment not in those]
+        self._aside = [one.source for one in self.watched if one not in those]
         try:
             if self._engine_clips and self._accelerator.sync_gradients:
-                for attachment in those:
-                    if attachment.engine is None:  # FSDP 1 announces nothing
-                        attachment.measure()
+                for one in those:
+                    if not one.has_engine:  # FSDP 1 announces nothing
+                        one.measure()
             return original(listed, *args, **kwargs)
         finally:
             self._aside = []

@@ -21,9 +21,8 @@ from gradstat._core.files import path_of
 from gradstat._core.parameters import Parameters
 from gradstat._step.loss_scale import require_scale
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._adapter import Adapter, require_framework
-from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_name_of
+from gradstat.integrations._handle import Handle, Watched, require_framework
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
 from gradstat.patch import Layer
@@ -48,7 +47,7 @@ def _callback_classes() -> list[Any]:
     return [importlib.import_module(name).Callback for name in names]
 
 
-class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
+class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     """Watches a Lightning training with a `gradstat.Monitor`. ::
 
         Trainer(callbacks=[GradstatCallback(max_norm=1.0)])
@@ -67,8 +66,6 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             one rank, all ranks carry it out.
         log_every: Interval of logging in steps; None for the trainer's ``log_every_n_steps``, 0 for never.
         aggregates, per_tensor, top, prefix, norms: What to log, as for `gradstat.integrations.loggers.log_report`.
-        micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
-            Inf. This costs one more pass over the gradients for each micro-batch.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
         healthy_checkpoints: Whether ``ModelCheckpoint`` saves nothing while `gradstat.Monitor.is_healthy` is False, so
             that no checkpoint with NaN or Inf replaces the last healthy one.
@@ -96,7 +93,6 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         top: int | None = 20,
         prefix: str = "grad/",
         norms: Sequence[str] = (),
-        micro_batches: bool = True,
         save_dir: str | Path | None = None,
         healthy_checkpoints: bool = False,
         **options: Any,
@@ -105,7 +101,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
         super().__init__({"on_anomaly": on_anomaly, **options}, max_norm, GradstatCallback, healthy_checkpoints)
         self._choice = Choice(aggregates, per_tensor, top, prefix, norms).check()
-        self._log_every, self._micro_batches = log_every, micro_batches
+        self._log_every = log_every
         self._save_dir = None if save_dir is None else path_of(save_dir, "save_dir").absolute()
         self.checkpoints: list[Path] = []
         self._trainer: Any = None
@@ -131,7 +127,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
 
     def _in_save(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Replaces the saving methods of ``ModelCheckpoint``: saves nothing while a checkpoint is withheld."""
-        if not any(attachment.withholds_checkpoint() for attachment in self.attachments):
+        if not self._withholds_checkpoint():
             original(*args, **kwargs)
 
     def _refuse(self, trainer: Any, module: Any) -> None:
@@ -156,7 +152,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the monitors, now that the optimizers exist."""
-        self.attachments = []
+        self.watched = []
         self.is_replicated = isinstance(trainer.strategy.model, DistributedDataParallel)
         for optimizer in trainer.optimizers:
             self._watch(trainer, pl_module, optimizer)
@@ -164,7 +160,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         if loaded is not None and loaded["monitors"]:
             super().load_state_dict(loaded)
 
-    def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Attachment:
+    def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Watched:
         model: nn.Module = module
         if len(trainer.optimizers) > 1:
             trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -188,8 +184,8 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Reads all pending numbers."""
-        for attachment in self.attachments:
-            attachment.end()
+        for one in self.watched:
+            one.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Ends the watching: Lightning does not call ``teardown`` after an exception."""
@@ -204,16 +200,16 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         self._detach()
         self._step_replay = self._loss = None
         self._logged_at = {}
-        for attachment in self.attachments:
-            attachment.remove(error)
+        for one in self.watched:
+            one.remove(error)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
         if self._step_replay is not None:
             with self._unwatched.suppress_errors(0, "a batch could not be kept for a replay"):
                 self._step_replay.note(batch, batch_idx)
-        for attachment in self.attachments[:1]:
-            attachment.saw_batch(batch)
+        for monitor in self.monitors[:1]:
+            monitor.batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Notes the loss, undoing the division by the number of micro-batches and the loss scale."""
@@ -226,37 +222,36 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
                 self._loss = self._loss / require_scale(scaler, "gradstat").to(loss.device)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Checks a micro-batch, without a host sync."""
-        several = trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization
-        self._saw_backward(self._loss, bool(self._micro_batches and several))
+        """Notes that a backward pass has added to the gradients."""
+        self._saw_backward(self._loss)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Measures the complete gradients, carries out policies in the same way on every rank, and logs."""
-        attachment = next((one for one in self.attachments if one.optimizer is optimizer), None)
-        attachment = attachment or self._watch(trainer, pl_module, optimizer)
-        attachment.measure()  # does nothing if a scaler has announced that it unscales
+        watched = next((one for one in self.watched if one.optimizer is optimizer), None)
+        watched = watched or self._watch(trainer, pl_module, optimizer)
+        watched.measure()  # does nothing if a scaler has announced that it unscales
         loop = getattr(trainer.fit_loop, "epoch_loop", None)  # knows the step at which Lightning would log now
         now = int(getattr(loop, "_batches_that_stepped", trainer.global_step))
-        self._logged_at[id(attachment), attachment.monitor.steps - 1] = now
-        while len(self._logged_at) > 8 * len(self.attachments):  # older steps have been read
+        self._logged_at[id(watched), watched.monitor.steps - 1] = now
+        while len(self._logged_at) > 8 * len(self.watched):  # older steps have been read
             self._logged_at.pop(next(iter(self._logged_at)))
-        if attachment.should_stop:
+        if watched.monitor.should_stop:
             trainer.should_stop = True
         with self._unwatched.suppress_errors(0, "statistics could not be logged"):
-            self._log(trainer, attachment)
+            self._log(trainer, watched)
         if self._step_replay is not None:
             self._step_replay.forget()
 
-    def _log(self, trainer: Any, attachment: Attachment) -> None:
+    def _log(self, trainer: Any, watched: Watched) -> None:
         every = trainer.log_every_n_steps if self._log_every is None else self._log_every
-        newest = attachment.monitor.latest() if every and trainer.loggers and trainer.is_global_zero else None
+        newest = watched.monitor.latest() if every and trainer.loggers and trainer.is_global_zero else None
         if newest is None or (newest.step + 1) % every:
             return
-        at = self._logged_at.pop((id(attachment), newest.step), None)
+        at = self._logged_at.pop((id(watched), newest.step), None)
         if at is not None:
-            prefix = self._prefix(self._choice.prefix, self.attachments.index(attachment))
+            prefix = self._prefix(self._choice.prefix, self.watched.index(watched))
             choice = self._choice._replace(prefix=prefix)._asdict()
-            log_scalars(trainer.loggers, scalars_of(attachment.monitor, **choice), at)
+            log_scalars(trainer.loggers, scalars_of(watched.monitor, **choice), at)
 
     def save_checkpoint(self) -> None:
         """Saves a checkpoint of the trainer."""

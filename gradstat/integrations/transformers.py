@@ -12,7 +12,7 @@ from gradstat._core.files import replacing
 from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._adapter import require_framework
+from gradstat.integrations._handle import require_framework
 from gradstat.integrations.accelerate import AccelerateHandle
 from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
@@ -34,7 +34,6 @@ def install(
     max_norm: float | AdaptiveClip | None = None,
     watch: Mapping[str, int] | Sequence[str] | None = None,
     log: bool | str = True,
-    micro_batches: bool = True,
     healthy_checkpoints: bool = False,
     **monitor_options: Any,
 ) -> GradstatCallback:
@@ -56,8 +55,6 @@ def install(
         max_norm: A number or an adaptive clip, applied if ``max_grad_norm`` is 0. None leaves clipping to the Trainer.
         log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` also adds the norm of each
             parameter's gradient.
-        micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
-            the one that brought NaN or Inf. This costs one more pass over the gradients for each.
         healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` is False, so that a
             checkpoint with NaN or Inf does not replace the last healthy one.
 
@@ -76,9 +73,7 @@ def install(
     if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    return GradstatCallback(
-        trainer, log, arguments, max_norm, install, healthy_checkpoints, micro_batches=micro_batches
-    )
+    return GradstatCallback(trainer, log, arguments, max_norm, install, healthy_checkpoints)
 
 
 class GradstatCallback(AccelerateHandle, TrainerCallback):
@@ -90,7 +85,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
 
     source, runs_steps = "trainer", True
 
-    def __init__(self, trainer: Any = None, log: bool | str = True, *arguments: Any, **options: Any) -> None:
+    def __init__(self, trainer: Any = None, log: bool | str = True, *arguments: Any) -> None:
         """Made by `install`; RuntimeError if made otherwise."""
         if trainer is None or not arguments:
             raise RuntimeError(
@@ -101,11 +96,11 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         self.trainer, self._log = trainer, log
         self._resume: Any = None
         self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        super().__init__(trainer.accelerator, *arguments, **options)
+        super().__init__(trainer.accelerator, *arguments)
         trainer.add_callback(self)
 
     def _attach_models(self) -> None:
-        """Makes the attachment, unless train() makes the model; ValueError if clipping is configured twice."""
+        """Watches the model, unless train() makes the model; ValueError if clipping is configured twice."""
         trainer = self.trainer
         max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
         if self.max_norm is not None and max_grad_norm > 0 and self.max_norm != max_grad_norm:
@@ -136,11 +131,8 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         trainer = self.trainer
         limit = float(trainer.args.max_grad_norm or 0.0)  # the Trainer clips if it is positive
         optimizer, scaler = unwrapped(trainer.optimizer), trainer.accelerator.scaler
-        self.attachments = []
+        self.watched = []
         self._attach(self._model(), optimizer, scaler, limit=limit if limit > 0 else None, step_fn=self._replay_step)
-
-    def _takes_several(self) -> bool:
-        return int(self.trainer.args.gradient_accumulation_steps) > 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Makes sure that the watched model is the one to be trained, and loads the state of a checkpoint."""
@@ -149,7 +141,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
             self._detach()
             self._check(trainer.accelerator)
             self._patch_framework()
-        earlier = self.attachments[0] if self.attachments else None
+        earlier = self.watched[0] if self.watched else None
         optimizer = unwrapped(trainer.optimizer)
         if earlier is None or earlier.model is not self._model() or earlier.optimizer is not optimizer:
             if earlier is not None:
@@ -183,7 +175,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warns if the Trainer has clipped without an announcement."""
-        if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single.is_measured():
+        if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single.listener.is_measured():
             self._warn_once(
                 "bypass",
                 "this Trainer clips neither by the accelerator nor by torch (apex, or a subclass), so gradients are "
@@ -212,7 +204,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
     def _withholds(self, args: Any, control: Any) -> bool:
         """Cancels a checkpoint that is due but must not be saved. Returns whether it canceled one."""
         saves_best = args.save_strategy == "best" and control.should_evaluate  # saves after the evaluation
-        if not (self.should_stop or control.should_save or saves_best) or not self._single.withholds_checkpoint():
+        if not (self.should_stop or control.should_save or saves_best) or not self._withholds_checkpoint():
             return False
         control.should_save = False
         if saves_best or self.should_stop:
@@ -239,8 +231,8 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
     def _in_training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self.replays:
             self._inputs.append((args, kwargs))
-        for attachment in self.attachments:
-            attachment.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        for monitor in self.monitors:
+            monitor.batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
         return original(*args, **kwargs)
 
     def _in_train(self, original: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -248,8 +240,8 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         return original(resume_from_checkpoint, *args, **kwargs)
 
     def _in_log(self, original: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if self._log and self.attachments and "loss" in logs:
-            self._single.flush()  # may raise, depending on policies
+        if self._log and self.watched and "loss" in logs:
+            self.monitor.flush()  # may raise, depending on policies
             with self._unwatched.suppress_errors(0, "statistics could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
                 logs = {**logs, **values}
@@ -263,7 +255,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         if not args.should_save or not folder.is_dir():
             return
         saved = folder / STATE_FILE
-        self._single.flush()
+        self.monitor.flush()
         with self._unwatched.suppress_errors(0, f"{saved} could not be saved"), replacing(saved) as file:
             torch.save(self.state_dict(), file)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from gradstat._core.engines import Engine
+from gradstat._core.engines import Engine, engine_of
 from gradstat._core.text import expect
 from gradstat._step.loss_scale import inner_scaler
 from gradstat.adaptive import AdaptiveClip
@@ -25,13 +25,17 @@ from gradstat.rules.base import Rule
 
 
 class Settings(NamedTuple):
-    """What a monitor's arguments say without its model: `of` checks them before there is one."""
+    """What a monitor's arguments say: `of` checks them before there is a model, `with_model` with it."""
 
     rules: list[Rule]
     policies: PolicyTable
     periods: dict[str, int]
     limit: Limit | None
+    classes: int | Mapping[str, int] | None
+    guard: SpikeGuard | None
     options: MonitorOptions
+    engine: Engine | None = None
+    optimizer: Optimizer | None = None  # the engine's, if there is one
 
     @classmethod
     def of(
@@ -44,9 +48,9 @@ class Settings(NamedTuple):
         classes: int | Mapping[str, int] | None = None,
         guard: SpikeGuard | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
-        policies: Sequence[str] = POLICIES,
+        saves: bool = False,
     ) -> Settings:
-        """Checks arguments of `gradstat.Monitor`; ``policies`` are the names that ``on_anomaly`` may use.
+        """Checks arguments of `gradstat.Monitor`; ``saves`` says that the policy ``"checkpoint"`` exists.
 
         Raises TypeError or ValueError as `gradstat.Monitor` does.
         """
@@ -62,19 +66,38 @@ class Settings(NamedTuple):
         counts: list[Any] = [*classes.values()] if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in counts):
             raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
-        table = PolicyTable(on_anomaly, [rule.name for rule in listed], policies)
-        return cls(listed, table, periods(watch), checked_limit(max_norm), MonitorOptions.of(options))
+        table = PolicyTable(on_anomaly, [rule.name for rule in listed], (*POLICIES, *["checkpoint"] * saves))
+        limit = checked_limit(max_norm)
+        return cls(listed, table, periods(watch), limit, classes, guard, MonitorOptions.of(options))
 
+    def with_model(
+        self, model: nn.Module, optimizer: Optimizer | None, scaler: Any, replay: object, runs_steps: bool
+    ) -> Settings:
+        """The settings for this model and optimizer; ``runs_steps``: steps can be replayed without a function.
+
+        Raises TypeError, ValueError or NotImplementedError if they do not go together.
+        """
+        expect("model", model, nn.Module, "a torch.nn.Module")
+        expect("optimizer", optimizer, Optimizer | None, "a torch.optim.Optimizer or None")
+        engine, watched = engine_of(model), self.periods
+        if engine is not None:
+            check_engine_options(engine, optimizer, self.guard, self.policies, replay, watched)
+            optimizer, watched = engine.optimizer, {**watched, "optimizer": 0}  # its states are sharded as well
+        check_guard(self.guard, optimizer, scaler)
+        check_policies(self.policies, optimizer, replay, runs_steps)
+        return self._replace(periods=watched, engine=engine, optimizer=optimizer)
+
+    @property
+    def skipped_by(self) -> str:
+        """What of the monitor skips steps with gradients that are not finite, in words; empty if nothing does."""
+        skips = self.policies.uses("skip") or self.guard is not None
+        return "" if not skips else "the policy 'skip'" if self.guard is None else "the guard"
+
+    @property
     def remedies(self) -> set[str]:
         """Those of `gradstat.rules.advice` that are in use already."""
         used = [policy for policy in ("replay", "rollback") if self.policies.uses(policy)]
         return {*used, *["activations"] * bool(self.periods["activations"]), *["clip"] * (self.limit is not None)}
-
-
-def check_arguments(model: object, optimizer: object) -> None:
-    """Raises TypeError if one of them is of another type."""
-    expect("model", model, nn.Module, "a torch.nn.Module")
-    expect("optimizer", optimizer, Optimizer | None, "a torch.optim.Optimizer or None")
 
 
 def refuse_unknown(names: Iterable[str], caller: Callable[..., Any], monitor: Callable[..., Any]) -> None:
@@ -102,11 +125,11 @@ def check_guard(guard: SpikeGuard | None, optimizer: object, scaler: Any) -> Non
         )
 
 
-def check_policies(policies: PolicyTable, optimizer: object, replay: object) -> None:
+def check_policies(policies: PolicyTable, optimizer: object, replay: object, runs_steps: bool) -> None:
     """Raises TypeError if a policy lacks what it acts with."""
     if policies.uses("skip") and optimizer is None:
         raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
-    if policies.uses("replay") and not callable(replay):
+    if policies.uses("replay") and not callable(replay) and not runs_steps:
         raise TypeError(
             "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
         )

@@ -8,6 +8,11 @@ import traceback
 import weakref
 from typing import Any
 
+from gradstat._core.warn import warn
+from gradstat.monitor.unwatched import PROPAGATED_ERRORS
+
+# Seconds to wait at the end of the program for a thread that is inside of a monitor.
+_PATIENCE = 10.0
 # References to all monitors. A set of them, unlike a WeakSet, can be listed while another thread adds one.
 _known: set[weakref.ref[Any]] = set()
 
@@ -23,24 +28,41 @@ def _all() -> list[Any]:
 
 def are_open() -> int:
     """How many monitors are open."""
-    return sum(monitor._is_open for monitor in _all())
+    return sum(monitor.is_open for monitor in _all())
+
+
+def end(monitor: Any, why: str) -> None:
+    """Reviews what is left and saves the recording. Findings raise nothing any more, but warn."""
+    monitor.is_open = False
+    monitor.end_seeking()
+    if not monitor.lock.acquire(timeout=_PATIENCE):
+        warn("the last steps were not reviewed: another thread is inside of the monitor", RuntimeWarning)
+        return
+    try:
+        monitor.reviewer.without_ranks()
+        monitor.reviewer.catch_up()
+    except PROPAGATED_ERRORS as error:
+        warn(f"the last steps could not be read: {error}", RuntimeWarning)
+    finally:
+        monitor.lock.release()
+    if monitor.steps or monitor.findings or monitor.is_detached:
+        monitor.responder.save(why)
+    monitor.responder.respond_at_end(monitor)
 
 
 @atexit.register
 def _end_with_the_program() -> None:
     for monitor in _all():
-        if monitor._is_open:
+        if monitor.is_open:
             try:
-                monitor._end("the program ended")
+                end(monitor, "the program ended")
             except Exception:  # a warning that a filter raises as an error; the other monitors are ended all the same
                 traceback.print_exc()
 
 
 def _inherit() -> None:
-    """A child must not review the steps of its parent, nor overwrite its file, unless it takes steps itself."""
     for monitor in _all():
-        monitor._is_open = False
-        monitor._renew_lock()  # a thread that does not exist here may have held it
+        monitor.forked()
 
 
 if hasattr(os, "register_at_fork"):

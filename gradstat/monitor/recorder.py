@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, Trained, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
@@ -21,10 +20,10 @@ from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
 from gradstat.check import check_tensors
 from gradstat.guard import checked_value, last_guards
-from gradstat.monitor.options import MonitorOptions
+from gradstat.monitor.arguments import Settings
 from gradstat.monitor.probes.activations import Activations
 from gradstat.monitor.probes.backward_order import BackwardOrder
-from gradstat.monitor.probes.base import Leaves, Pending, Probe, Source, Watched, measurable, own_shards
+from gradstat.monitor.probes.base import Leaves, Pending, Probe, Watched, measurable, own_shards
 from gradstat.monitor.probes.inputs import Inputs
 from gradstat.monitor.probes.model import Dropped, Untrained, leaves_of
 from gradstat.monitor.probes.optimizer import OptimizerSteps
@@ -38,6 +37,7 @@ from gradstat.monitor.probes.state import (
     parameters_of,
 )
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
+from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 from gradstat.recording.kinds import SCALARS
 from gradstat.rules.rows import Observation, rate_name
@@ -63,7 +63,7 @@ _PROBES: tuple[type[Probe], ...] = (
 
 
 class Recorder:
-    """Measures what is due in each step. ``reduce_to`` is for `PendingRows`, other arguments are a monitor's.
+    """Measures what is due in each step of ``source``; ``settings`` are a monitor's.
 
     Attributes:
         first_gradient: The first gradient of the last step, if it had one, and its version, which another backward pass
@@ -72,27 +72,22 @@ class Recorder:
 
     def __init__(
         self,
+        settings: Settings,
         trained: Trained,
-        optimizer: Optimizer | None,
         scaler: Any,
-        periods: Mapping[str, int],
-        classes: int | Mapping[str, int] | None,
-        options: MonitorOptions,
-        reduce_to: ReduceTo,
+        source: StepSource,
         unwatched: Unwatched,
-        source: Source,
     ) -> None:
-        self.trained, self.optimizer, self.scaler = trained, optimizer, scaler
-        self._backend, self._extra_groups, self._reduce_to = options.backend, options.extra_groups, reduce_to
-        self._unwatched = unwatched
+        options = settings.options
+        self.trained, self.optimizer, self.scaler = trained, settings.optimizer, scaler
+        self._backend, self._extra_groups, self._unwatched = options.backend, options.extra_groups, unwatched
+        self._reduce_to: ReduceTo = "norm" if settings.guard is not None else "flag" if settings.skipped_by else None
         self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self._noted: dict[str, float] = {}
         self._leaves: dict[str, Leaves] = {}
         engine = self._engine = trained.named_parameters().engine
         self.inner = trained.model if engine is None else engine.module
-        watched = Watched(
-            trained, self.inner, optimizer, periods, classes, options, unwatched, source, self._noted, self._leaves
-        )
+        watched = Watched(settings, trained, self.inner, unwatched, source, self._noted, self._leaves)
         probes = [kind.of(watched) for kind in _PROBES]
         self._probes = [probe for probe in probes if probe is not None]
         # Most steps are quiet: only what is due in every step is due, and nothing is due early.

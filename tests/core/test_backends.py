@@ -197,9 +197,9 @@ LAYERS = {
         | measurement agreement | sharded | measure | multiply | __init__
     """,
     "gradstat.monitor": """
-        unwatched options policies actions segments flight_file endings
-        | probes diagnosis arguments state | page_data | recorder view | connection command log | monitor
-        | testing | __init__
+        unwatched options policies actions segments flight_file source ranks
+        | endings diagnosis arguments state | probes page_data | recorder view | command log | reviewer | responder
+        | results | monitor | listener testing | __init__
     """,
 }
 

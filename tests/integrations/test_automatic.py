@@ -516,7 +516,7 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, mon
             list(training)
         else:
             handle = gradstat.auto(optimizer, model)
-            monkeypatch.setattr(f"gradstat.automatic.{way}", broken)
+            monkeypatch.setattr(f"gradstat.monitor.listener.{way}", broken)
             with pytest.warns(RuntimeWarning) as caught:
                 list(training)
             (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))

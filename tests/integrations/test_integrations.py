@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
-from gradstat.integrations import _adapter, accelerate, transformers
-from gradstat.integrations._adapter import Adapter
-from gradstat.integrations._attachment import Attachment
+from gradstat.integrations import _handle, accelerate, transformers
 from gradstat.integrations._engines import engine_clips, engine_name_of
+from gradstat.integrations._handle import Handle
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
@@ -47,7 +46,7 @@ class Case(NamedTuple):
     accumulate: int = 1  # micro-batches of a step
     bad_at: frozenset[int] = frozenset()  # forward passes that break
     watch: dict[str, Any] | None = {}  # noqa: RUF012 -- options of the integration; None if nobody watches
-    before: Callable[[Adapter], object] = lambda handle: None  # called before the training
+    before: Callable[[Handle], object] = lambda handle: None  # called before the training
     scaler: Callable[..., torch.amp.GradScaler] | None = None  # the class, for float16
     kind: Callable[[], Net] = Net
     steps: int = STEPS  # of all ranks together
@@ -345,19 +344,6 @@ def test_a_guard_is_one_argument(under: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(weights(run), [p.detach() for p in case.net().parameters()], rtol=0, atol=0)
 
 
-def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
-    case = Case(tmp_path, accumulate=3, bad_at=frozenset({4}), watch={"on_anomaly": ["warn", "skip"]})
-    with pytest.warns(
-        AnomalyWarning, match=r"step 1: micro-batch 1 of 3 \(.* 0\) was the first with NaN or Inf.*loss was nan"
-    ):
-        run = under(case)
-    assert set(run.handle.micro_batch_reports) == {1}
-    assert min(run.handle.micro_batch_reports[1].nonfinite_since.values()) == 1
-    left_out = case._replace(watch={"on_anomaly": "skip", "micro_batches": False})
-    forget_accelerators()
-    assert under(left_out).handle.micro_batch_reports == {}
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_bad_step_is_replayed(under: Any, accumulate: int, tmp_path: Path) -> None:
     bad = frozenset({3 * accumulate - 1, 3 * accumulate + accumulate - 1})  # a pass of step 2, and its replay
@@ -372,11 +358,11 @@ def test_a_bad_step_is_replayed(under: Any, accumulate: int, tmp_path: Path) -> 
     assert all(value.isfinite().all() for value in weights(run))
 
 
-def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp_path: Path) -> None:
+def test_raising_comes_before_the_step(under: Any, tmp_path: Path) -> None:
     watch = {"on_anomaly": "raise", "save_to": tmp_path / "run.gradstat"}
     net = Net()
     case = Case(tmp_path, accumulate=2, bad_at=frozenset({1}), watch=watch, kind=lambda: net)
-    with pytest.raises(AnomalyError, match=r"(?s)step 0, nonfinite.*what to try.*micro-batch 1 of 2") as caught:
+    with pytest.raises(AnomalyError, match=r"(?s)step 0, nonfinite.*what to try") as caught:
         under(case)
     why = gradstat.recording.load(tmp_path / "run.gradstat").meta["why"]
     assert why.startswith("AnomalyError" if under is under_lightning else "the run ended")  # it reports errors
@@ -394,27 +380,22 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     forget_accelerators()
     second = under(
-        case._replace(bad_at=frozenset(), before=lambda handle: Adapter.load_state_dict(handle, state))
+        case._replace(bad_at=frozenset(), before=lambda handle: Handle.load_state_dict(handle, state))
     ).handle
     assert second.monitor.steps == 3 + STEPS
     assert not second.should_stop
     assert second.monitor.findings == first.monitor.findings
     assert second.scalars()["grad/nonfinite_steps"] == 1
     with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
-        Adapter.load_state_dict(second, {**state, "monitors": []})
+        Handle.load_state_dict(second, {**state, "monitors": []})
     with pytest.raises(ValueError, match=r"^state\['version'\]: expected 1, got 2"):
         second.load_state_dict({**state, "version": 2})
 
 
 OWN_ERRORS = [
-    *((name, "_attachment.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
-    *(
-        (name, "_attachment.AccumulationReport.cause", "the micro-batch with NaN or Inf could not be determined")
-        for name in UNDER
-    ),
     ("lightning", "lightning.GradstatCallback.on_findings", "findings could not be shown"),
     ("trainer", "transformers.GradstatCallback.on_findings", "findings could not be shown"),
-    ("trainer", "_adapter.scalars_of", "statistics could not be logged"),
+    ("trainer", "_handle.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
 ]
 
@@ -426,7 +407,7 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(
     def fail(*_: object, **__: object) -> Any:
         raise ZeroDivisionError
 
-    def break_it(handle: Adapter) -> None:
+    def break_it(handle: Handle) -> None:
         monkeypatch.setattr(f"gradstat.integrations.{broken}", fail)
 
     watch = {"on_anomaly": ["skip", "replay"] if "StepReplay" in broken else "skip"}
@@ -483,10 +464,9 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     assert run.handle.should_stop
     replays = name == "trainer" and dist.get_rank() == 1  # each rank replays its own step
     assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
-    attachment = run.handle.attachments[0]
-    assert not attachment.withholds_checkpoint()
-    next(attachment.model.parameters()).detach().fill_(math.nan if dist.get_rank() == 1 else 1.0)
-    assert attachment.withholds_checkpoint()  # on both ranks
+    assert not run.handle._withholds_checkpoint()
+    next(run.handle.watched[0].model.parameters()).detach().fill_(math.nan if dist.get_rank() == 1 else 1.0)
+    assert run.handle._withholds_checkpoint()  # on both ranks
 
 
 @pytest.mark.parametrize(
@@ -504,7 +484,7 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
 )
 def test_invalid_options_are_refused_before_a_model_exists(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
-        Adapter(options, options.pop("max_norm", None))
+        Handle(options, options.pop("max_norm", None))
 
 
 @pytest.mark.parametrize("by_class", [True, False])
@@ -513,7 +493,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
-        options = type("Framework", (Adapter,), {"runs_steps": True})(given, max_norm)
+        options = type("Framework", (Handle,), {"runs_steps": True})(given, max_norm)
         clips = engine_clips(engine_name_of(strategy), options.policies, options.max_norm, ranks, "set it there")
         return clips, {rule.name for rule in options.arguments["rules"]}
 
@@ -539,7 +519,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
 
 EXAMPLES = {
     "accelerate_example.py --steps 20": (
-        *("step 10: Inf was first made in the forward pass, by exp in module '3'", "step 10: micro-batch 1 of 2"),
+        *("step 10: Inf was first made in the forward pass, by exp in module '3'",),
         "1. nonfinite-loss (error), since step 10",
     ),
     "auto_example.py --steps 30 --output run.gradstat": (
@@ -551,7 +531,7 @@ EXAMPLES = {
     ),
     "transformers_example.py --steps 20": (
         *("step 10: NaN was first made in the forward pass, by div in module 'transformer.h.1.mlp'",),
-        *("step 10: micro-batch 1 of 2", "1. nonfinite-loss (error), since step 10"),
+        "1. nonfinite-loss (error), since step 10",
     ),
 }
 
@@ -594,14 +574,14 @@ def test_replicas_are_compared_every_hundred_steps(name: str, tmp_path: Path) ->
 def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobody_looks() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    adapter = Adapter({"on_anomaly": "record"})
-    adapter.device = torch.device("cpu")
+    handle = Handle({"on_anomaly": "record"})
+    handle.device = torch.device("cpu")
 
     def compares(model: nn.Module, is_replicated: bool = False) -> bool:
-        adapter.is_replicated = is_replicated
-        attachment = Attachment(adapter, model, optimizer, None)
-        attachment.remove()
-        return "not compared" not in repr(attachment.monitor)
+        handle.is_replicated = is_replicated
+        watched = handle._attach(model, optimizer, None)
+        watched.remove()
+        return "not compared" not in repr(watched.monitor)
 
     assert compares(DistributedDataParallel(model), is_replicated=True)
     assert not compares(model)
@@ -612,9 +592,9 @@ def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobo
 
 
 def test_versions() -> None:
-    assert _adapter.version_of("5.23.0.dev0") == (5, 23)
-    assert _adapter.version_of("4") == (4, 0)
+    assert _handle.version_of("5.23.0.dev0") == (5, 23)
+    assert _handle.version_of("4") == (4, 0)
     with pytest.raises(ImportError, match=r"needs transformers>=99.0, found .*pip install -U 'transformers>=99.0'"):
-        _adapter.require_framework("transformers", (99, 0))
+        _handle.require_framework("transformers", (99, 0))
     with pytest.raises(ImportError, match=r"needs no_such_framework>=1.0, which is not installed"):
-        _adapter.require_framework("no_such_framework", (1, 0))
+        _handle.require_framework("no_such_framework", (1, 0))

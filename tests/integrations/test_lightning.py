@@ -26,11 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
-from gradstat.integrations import _attachment
-from gradstat.integrations._adapter import Adapter
-from gradstat.integrations._attachment import Attachment, RankReductions
+from gradstat.integrations._handle import Handle
 from gradstat.integrations.lightning import GradstatCallback
-from gradstat.monitor import AnomalyError
+from gradstat.monitor import AnomalyError, ranks
+from gradstat.monitor.ranks import RankVotes
 from gradstat.monitor.segments import PendingRows
 
 pytestmark = [*OF_FRAMEWORKS, QUIET]
@@ -375,7 +374,7 @@ def test_a_negative_clip_of_the_trainer_is_none() -> None:
     for own in (None, 1.0):
         callback = GradstatCallback(max_norm=own, on_anomaly="record")
         fit(callback, Model(), gradient_clip_val=-1.0)
-        assert ("clip" in callback.monitor.connection.in_use) == (own is not None)
+        assert ("clip" in callback.monitor.settings.remedies) == (own is not None)
 
 
 class Iterating(Model):
@@ -494,13 +493,10 @@ class _OneWants(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
-            (attachment,) = self.callback.attachments
+            responder = self.callback.monitor.responder
             if self.policy == "raise":
-                attachment._error = AnomalyError("it is on this rank")
-            if self.policy == "stop":
-                attachment.monitor.should_stop = True
-            else:
-                attachment._requested.add(self.policy)
+                responder._error = AnomalyError("it is on this rank")
+            responder._requested.add(self.policy)
 
 
 @pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
@@ -520,7 +516,7 @@ def test_policies_of_one_rank_are_carried_out_on_all(policy: str, tmp_path: Path
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks(2)
-def test_the_line_and_the_micro_batch_are_named_on_the_rank_that_caused_it_and_that_rank_on_all(
+def test_the_line_is_named_on_the_rank_that_caused_it_and_that_rank_on_all(
     accumulate: int,
 ) -> None:
     callback = GradstatCallback(on_anomaly=["replay", "skip"], watch=["origin"])
@@ -533,8 +529,6 @@ def test_the_line_and_the_micro_batch_are_named_on_the_rank_that_caused_it_and_t
     assert found.step == 4 // accumulate
     assert "rank 1" in found.text
     assert_alike(found)
-    if accumulate > 1:  # on the other rank it appears with the all-reduce of the last micro-batch
-        assert set(callback.micro_batch_reports[2].nonfinite_since.values()) == {0 if is_here else 1}
 
 
 class _Sharded(Model):
@@ -566,7 +560,7 @@ def test_sharded_gradients_are_measured_and_clipped_as_a_whole() -> None:
 
 @on_ranks(2)
 def test_the_mean_loss_is_that_of_the_ranks_with_a_loss() -> None:
-    reductions, rank = RankReductions(torch.device("cpu")), dist.get_rank()
+    reductions, rank = RankVotes(torch.device("cpu")), dist.get_rank()
     assert reductions.mean(torch.tensor(3.0 + 2 * rank)) == 4.0
     assert reductions.mean(torch.tensor(3.0) if rank == 1 else None) == (3.0 if rank == 1 else None)
 
@@ -586,8 +580,8 @@ def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     calls = [([first, False], False), ([False, False], False), ([False, first], False)]
     calls += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_attachment, "HostCopy", Travelling)
-        votes = RankReductions(torch.device("cpu"))
+        patch.setattr(ranks, "HostCopy", Travelling)
+        votes = RankVotes(torch.device("cpu"))
         received = [votes.any_of(wants, wait) for wants, wait in calls]
     assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]
 
@@ -599,18 +593,18 @@ def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> Non
         model, raised = nn.Linear(2, 1), []
         with pytest.MonkeyPatch.context() as patch:
             if travels:
-                patch.setattr(_attachment, "HostCopy", Travelling)
+                patch.setattr(ranks, "HostCopy", Travelling)
                 patch.setattr(PendingRows, "needs_copy", True)
-            adapter, optimizer = Adapter({"on_anomaly": "raise"}), torch.optim.SGD(model.parameters())
-            adapter.device = torch.device("cpu")
-            attachment = Attachment(adapter, model, optimizer, None)
+            handle, optimizer = Handle({"on_anomaly": "raise"}), torch.optim.SGD(model.parameters())
+            handle.device = torch.device("cpu")
+            watched = handle._attach(model, optimizer, None)
             for step in range(6):
                 bad = step == 1 and dist.get_rank() == 0
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, math.nan if bad else 1.0)
                 try:
-                    attachment.measure()
+                    watched.measure()
                 except AnomalyError:
                     raised.append(step)
-                attachment.after_step(optimizer)
+                watched.listener.after_step(optimizer)
         assert raised == [3 if travels else 1]

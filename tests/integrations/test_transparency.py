@@ -263,9 +263,9 @@ def test_a_second_install_replaces_the_first_unless_it_fails(
         assert not replaced._patches
         held = {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches}
         with monkeypatch.context() as broken:
-            broken.setattr("gradstat.integrations._attachment.Monitor", lambda *_, **__: 1 / 0)
+            broken.setattr("gradstat.integrations._handle.Monitor", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 enter()
         assert {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches} == held
-        assert not first.monitor._paused
+        assert not first.monitor._is_paused
     assert not first._patches

@@ -24,7 +24,7 @@ class Activations(HookedProbe):
         modules = list(watched.model.named_modules())
         hooks = {Hook(self.measure, name): one for name, one in modules if name and next(one.children(), None) is None}
         super().__init__(watched, {hook: hook_forward(module, hook) for hook, module in hooks.items()})
-        self._backend, self._rows = watched.options.backend, PassRows()
+        self._backend, self._rows = watched.settings.options.backend, PassRows()
         self._order = {name: i for i, (name, _) in enumerate(modules)}
 
     def measure(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:

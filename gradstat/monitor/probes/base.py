@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradstat._core.hooks import Hook, removed_with
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained
 from gradstat._core.tensors import why_not_measured
-from gradstat.monitor.options import MonitorOptions
+from gradstat.monitor.arguments import Settings
 from gradstat.monitor.segments import PendingRows, Segment
+from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import Unwatched
 from gradstat.rules.rows import Observation
 
@@ -28,24 +28,14 @@ Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int]]
 """Parameters, each with its version."""
 
 
-class Source(Protocol):
-    """Who takes the steps, as far as probes have to know."""
-
-    def is_joining(self) -> bool:
-        """Whether this is inside of DDP's ``join()``, where ranks take fewer steps: nothing may wait for them."""
-
-
 class Watched(NamedTuple):
     """The run that probes are made for."""
 
+    settings: Settings  # the monitor's
     trained: Trained
     model: nn.Module  # the one inside of an engine
-    optimizer: Optimizer | None
-    periods: Mapping[str, int]  # by key of `watch=`
-    classes: int | Mapping[str, int] | None
-    options: MonitorOptions
     unwatched: Unwatched
-    source: Source
+    source: StepSource
     noted: dict[str, float]  # scalars of the coming step
     leaves: dict[str, Leaves]  # of the graphs of the first loss and the first outputs
 
@@ -83,12 +73,12 @@ class Probe:
     lost = "parameters, buffers or optimizer states could not be measured"
 
     def __init__(self, watched: Watched) -> None:
-        self.period = watched.periods[self.watch]
+        self.period = watched.settings.periods[self.watch]
 
     @classmethod
     def of(cls, watched: Watched) -> Self | None:
         """A probe for a run, None if the run does not ask for it."""
-        return cls(watched) if watched.periods[cls.watch] else None
+        return cls(watched) if watched.settings.periods[cls.watch] else None
 
     def is_due(self, step: int) -> bool:
         return (self.period > 0 and step % self.period == 0) or step in self.early

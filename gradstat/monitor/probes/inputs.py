@@ -40,11 +40,11 @@ class Inputs(HookedProbe):
         hook = Hook(self.keep)
         handle = hook_forward(called(watched.model), hook, before=True, with_kwargs=True)
         super().__init__(watched, {hook: handle})
-        self._backend, self._ignore_index = watched.options.backend, watched.options.ignore_index
-        classes = watched.classes
+        self._backend, self._ignore_index = watched.settings.options.backend, watched.settings.options.ignore_index
+        classes = watched.settings.classes
         self._classes = dict(classes) if isinstance(classes, Mapping) else classes
         # In steps in which parameters are measured, features that are the same in all samples are looked for.
-        self._looks = watched.periods["parameters"]
+        self._looks = watched.settings.periods["parameters"]
         self._segment = Segment("input", ())
         self.forget()
 

@@ -40,8 +40,8 @@ class OptimizerSteps(Probe):
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
-        assert watched.optimizer is not None
-        self._optimizer, self._trained, self._noted = watched.optimizer, watched.trained, watched.noted
+        assert watched.settings.optimizer is not None
+        self._optimizer, self._trained, self._noted = watched.settings.optimizer, watched.trained, watched.noted
         _optimizers.add(self._optimizer)
         self._follows: weakref.ref[Tensor] | None = None
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
@@ -58,7 +58,7 @@ class OptimizerSteps(Probe):
 
     @classmethod
     def of(cls, watched: Watched) -> Self | None:
-        return None if watched.optimizer is None else cls(watched)
+        return None if watched.settings.optimizer is None else cls(watched)
 
     def remove(self) -> None:
         self._remove()

@@ -22,9 +22,9 @@ class Origin(Probe):
 
     def __init__(self, watched: Watched) -> None:
         self.period = 1  # each result makes the watch begin anew
-        self._asks = watched.periods["origin"]
+        self._asks = watched.settings.periods["origin"]
         self._source = watched.source
-        self._tracker = _track(watched.trained.model, watched.options.backend)
+        self._tracker = _track(watched.trained.model, watched.settings.options.backend)
         self._remove = removed_with(self, [self._tracker])
 
     def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:

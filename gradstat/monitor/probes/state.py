@@ -56,11 +56,11 @@ class OptimizerStates(Probe):
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
-        self._optimizer: Any = watched.optimizer
+        self._optimizer: Any = watched.settings.optimizer
 
     @classmethod
     def of(cls, watched: Watched) -> Self | None:
-        return None if watched.optimizer is None else super().of(watched)
+        return None if watched.settings.optimizer is None else super().of(watched)
 
     def state(self, named: NamedParameters) -> list[Part]:
         return states_of(self._optimizer, named)

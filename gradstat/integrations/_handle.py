@@ -1,29 +1,33 @@
-"""`Adapter`: what an integration returns, and what all of them have in common."""
+"""`Handle`: what an integration returns. It watches the models of a training under its framework."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.engines import engine_of
 from gradstat._core.files import path_of
 from gradstat._core.saved import MAPPING, require, require_version
 from gradstat._core.warn import not_replacing
+from gradstat._core.wrappers import without_ddp
 from gradstat._version import __version__
-from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._base import state_tensor_of
-from gradstat.integrations._attachment import Attachment
+from gradstat.adaptive._base import Limit, state_tensor_of
 from gradstat.integrations._engines import engine_clips
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import POLICIES, Finding, Monitor
 from gradstat.monitor.arguments import Settings, refuse_unknown
+from gradstat.monitor.listener import StepListener
+from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import Unwatched
 from gradstat.patch import Layer
 from gradstat.recording.kinds import asked_for
@@ -33,10 +37,94 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _VERSION = 1  # of states
+# Every how many steps replicas are compared, unless ``watch`` says otherwise.
+_COMPARE_EVERY = 100
+# The attribute of a model with names of parameters that DDP leaves different on each rank.
+_OWN = "_ddp_params_and_buffers_to_ignore"
 
 
-class Adapter:
-    """Attaches monitors to a training, and knows what only its framework does. A context manager; leaving it removes.
+class FrameworkSource(StepSource):
+    """The steps of one model under a framework, which tells each backward pass and its unscaled loss."""
+
+    is_loop, tells_backward = False, True
+
+    def __init__(self, handle: Handle, model: nn.Module) -> None:
+        super().__init__(model, handle.device)
+        self._handle, self.model = handle, model
+        self.runs_steps, self.saves = handle.runs_steps, handle.saves
+        self._losses: list[Tensor] = []
+        self._turn = 0  # in the last backward pass
+
+    def is_complete(self) -> bool:
+        return not is_replaying() and self._handle.is_complete(self)
+
+    def add(self, loss: Any) -> None:
+        """Adds the loss of a micro-batch, if it is a single number."""
+        if self._turn != self._handle.turns:  # what has not been measured belongs to the step of another model
+            self._turn, self._losses = self._handle.turns, []
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            self._losses.append(loss.detach().reshape(()))
+
+    def loss(self, heard: Sequence[Any]) -> Any:
+        """The loss of the step that is taken now; announcements know less about it than the framework."""
+        self._handle.turns += 1
+        losses, self._losses = self._losses, []
+        total = super().loss(losses)
+        divisor = self._handle.divisor() if losses else 1
+        return total if divisor == 1 else total / divisor
+
+    def why_nothing(self) -> str:
+        return f"no step of an optimizer of {type(self.model).__name__} has been seen"
+
+    def show(self, findings: list[Finding]) -> None:
+        self._handle.on_findings(findings)
+
+    def save_checkpoint(self) -> None:
+        self._handle.save_checkpoint()
+
+
+class Watched:
+    """One watched model: what the methods of a framework that were replaced call.
+
+    Attributes:
+        model, optimizer: As the framework has them.
+        monitor: Its monitor.
+    """
+
+    def __init__(
+        self, source: FrameworkSource, monitor: Monitor, optimizer: Optimizer | None, limit: Limit | None, alone: bool
+    ) -> None:
+        """``limit``: what gradstat clips to. ``alone``: no other optimizer takes the steps of this one."""
+        self.source, self.model, self.optimizer, self.monitor = source, source.model, optimizer, monitor
+        self.listener = StepListener(monitor, optimizer, limit, alone)
+        self.has_engine = monitor.settings.engine is not None  # whose optimizer announces nothing
+        if not self.has_engine:
+            self.listener.listen()
+
+    def saw_backward(self, loss: Any) -> None:
+        """Notes a backward pass from the unscaled ``loss``."""
+        self.listener.saw_backward()
+        with self.monitor.unwatched.suppress_errors(self.monitor.steps, "a loss could not be recorded"):
+            self.source.add(loss)
+
+    def measure(self) -> None:
+        """Takes the step, unless it has been taken, before a change that nothing announces."""
+        if not is_replaying():
+            self.listener.measure()
+
+    def end(self) -> None:
+        """Reads all pending numbers when training has ended or paused, on all ranks together; raises as a step does."""
+        self.monitor.flush()
+        self.monitor.responder.agree(self.monitor, wait=True)
+
+    def remove(self, error: BaseException | None = None) -> None:
+        """Ends the watching and saves the recording; ``error`` is the exception that ended the training, if any."""
+        self.listener.remove()
+        self.monitor.__exit__(None if error is None else type(error), error, None)
+
+
+class Handle:
+    """Watches the models of a training. A context manager; leaving it removes.
 
     ``arguments`` are those of `gradstat.Monitor`, except for model, optimizer and scaler. Errors name ``caller``. With
     ``healthy``, no checkpoint is saved while a monitor is not healthy. Raises TypeError or ValueError as
@@ -54,15 +142,14 @@ class Adapter:
             if name in arguments:
                 raise TypeError(f"{name} is taken from the {self.source}; leave it out")
         refuse_unknown(arguments, caller, Monitor)
-        known = (*POLICIES, "checkpoint") if self.saves else POLICIES
         # Where to save and what to replay is of the real monitor.
         checked = {name: value for name, value in arguments.items() if name not in ("save_to", "replay")}
-        settings = Settings.of(**checked, max_norm=max_norm, policies=known)
+        settings = Settings.of(**checked, max_norm=max_norm, saves=self.saves)
         self.arguments = {**arguments, "rules": settings.rules}
         if arguments.get("save_to") is not None:  # the folder may change before there is a monitor
             self.arguments["save_to"] = path_of(arguments["save_to"], "save_to").absolute()
-        self.max_norm, self.table = settings.limit, settings.policies
-        self.policies = {name for name in known if self.table.uses(name)}
+        self.max_norm = settings.limit
+        self.policies = {name for name in (*POLICIES, "checkpoint") if settings.policies.uses(name)}
         self.watch = asked_for(arguments.get("watch"))
         if "replay" in self.policies and not self.runs_steps and not callable(arguments.get("replay")):
             raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
@@ -71,13 +158,13 @@ class Adapter:
         self.device: torch.device | None = None  # of this rank; None if it trains alone
         self.is_replicated = False  # whether DDP keeps the same parameters on all ranks
         self.turns = 0  # how many steps have been measured of models that take turns
-        self.attachments: Sequence[Attachment] = ()  # one for each model or optimizer, when training begins
+        self.watched: Sequence[Watched] = ()  # one for each model or optimizer, when training begins
         self._engine_clips = False
         self._patches: list[Layer] = []
         self._unwatched = Unwatched([])  # warns of failures of the adapter itself
 
-    def is_complete(self, attachment: Attachment) -> bool:
-        """Whether the gradients of ``attachment`` are complete now, and what is about to change them concerns it."""
+    def is_complete(self, source: FrameworkSource) -> bool:
+        """Whether the gradients of ``source`` are complete now, and what is about to change them concerns it."""
         return True
 
     def divisor(self) -> int:
@@ -96,7 +183,7 @@ class Adapter:
     @property
     def monitors(self) -> tuple[Monitor, ...]:
         """The monitors, one for each model or optimizer, in the same order."""
-        return tuple(attachment.monitor for attachment in self.attachments)
+        return tuple(one.monitor for one in self.watched)
 
     @property
     def monitor(self) -> Monitor:
@@ -108,39 +195,58 @@ class Adapter:
         return self._single.monitor
 
     @property
-    def micro_batch_reports(self) -> dict[int, AccumulationReport]:
-        """A `gradstat.AccumulationReport` for each step in which something was found.
-
-        Raises:
-            RuntimeError: There is no monitor yet, or there are several.
-        """
-        return self._single.micro_batch_reports
-
-    @property
     def should_stop(self) -> bool:
         """Whether the policy ``"stop"`` asks the loop to end; the same on all ranks."""
-        return any(attachment.should_stop for attachment in self.attachments)
+        return any(monitor.should_stop for monitor in self.monitors)
 
     def _prepare(self, engine: str | None, world_size: int, device: torch.device, setting: str) -> None:
-        """Raises what `engine_clips` raises; afterwards attachments can be made."""
+        """Raises what `engine_clips` raises; afterwards models can be watched."""
         self._engine_clips = engine_clips(engine, self.policies, self.max_norm, world_size, setting)
         self.device = device if world_size > 1 else None
 
-    def _attach(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any, **more: Any) -> Attachment:
-        """Adds an attachment; the arguments are those of `Attachment`."""
-        made = Attachment(self, model, optimizer, scaler, **more)
-        self.attachments = [*self.attachments, made]
+    def _attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scaler: Any,
+        limit: Limit | None = None,
+        step_fn: Callable[..., Any] | None = None,
+        steps_itself: bool = False,
+    ) -> Watched:
+        """Watches ``model``, with a monitor of its own. Raises as `gradstat.Monitor`.
+
+        ``limit`` is the framework's own clip, if it has one: ``max_norm`` then clips nothing. ``step_fn`` runs a step
+        again if the user gave no function for that. ``steps_itself``: no other optimizer does for this one. Parameters
+        that DDP keeps the same on all ranks are compared from time to time.
+        """
+        arguments, number = dict(self.arguments), len(self.watched)
+        arguments["rules"] = copy.deepcopy(arguments["rules"])  # rules have state
+        if number:  # the first monitor uses the user's own guard
+            arguments["guard"] = copy.deepcopy(arguments.get("guard"))
+        if self.device is not None and self.is_replicated and not getattr(without_ddp(model), _OWN, ()):
+            arguments["watch"] = {"replicas": _COMPARE_EVERY} | self.watch
+        if self.replays and not callable(arguments.get("replay")):
+            arguments["replay"] = step_fn or arguments.get("replay", False)
+        if number and arguments.get("save_to") is not None:
+            base = Path(arguments["save_to"])
+            arguments["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
+        source = FrameworkSource(self, model)
+        given = optimizer if engine_of(model) is None else None  # an engine has its own, which announces nothing
+        max_norm = self.max_norm if limit is None else limit
+        monitor = Monitor(model, given, scaler, max_norm=max_norm, source=source, **arguments)
+        made = Watched(source, monitor, optimizer, self.max_norm if limit is None else None, steps_itself)
+        self.watched = [*self.watched, made]
         return made
 
     @property
-    def _single(self) -> Attachment:
-        if not self.attachments:
+    def _single(self) -> Watched:
+        if not self.watched:
             raise RuntimeError(
                 "the monitor does not exist yet: it is made when training begins; use it afterwards or in a callback"
             )
-        if len(self.attachments) > 1:
-            raise RuntimeError(f"there are {len(self.attachments)} monitors; use .monitors")
-        return self.attachments[0]
+        if len(self.watched) > 1:
+            raise RuntimeError(f"there are {len(self.watched)} monitors; use .monitors")
+        return self.watched[0]
 
     def scalars(self, **choice: Any) -> dict[str, float]:
         """The newest numbers, for a logger; waits for the device.
@@ -151,17 +257,21 @@ class Adapter:
         """
         out: dict[str, float] = {}
         prefix = choice.pop("prefix", "grad/")
-        for i, attachment in enumerate(self.attachments):
-            attachment.flush()
-            out |= scalars_of(attachment.monitor, prefix=self._prefix(prefix, i), **choice)
+        for i, monitor in enumerate(self.monitors):
+            monitor.flush()
+            out |= scalars_of(monitor, prefix=self._prefix(prefix, i), **choice)
         return out
 
     def _prefix(self, prefix: str, number: int) -> str:
-        return f"{prefix}{number}/" if len(self.attachments) > 1 else prefix
+        return f"{prefix}{number}/" if len(self.watched) > 1 else prefix
 
-    def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        for attachment in self.attachments:
-            attachment.saw_backward(loss, is_micro_batch)
+    def _saw_backward(self, loss: Any) -> None:
+        for one in self.watched:
+            one.saw_backward(loss)
+
+    def _withholds_checkpoint(self) -> bool:
+        """Whether any monitor withholds a checkpoint that is due (`Responder.withholds_checkpoint`)."""
+        return any(m.responder.withholds_checkpoint(m, self.healthy_checkpoints) for m in self.monitors)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""
@@ -180,15 +290,16 @@ class Adapter:
             ValueError: The state is from another number of models, or in another version.
         """
         self._check_state(state)
-        if len(state["monitors"]) != len(self.attachments):
+        if len(state["monitors"]) != len(self.watched):
             raise ValueError(
-                f"expected the state of {len(self.attachments)} monitors, got {len(state['monitors'])}; prepare the "
+                f"expected the state of {len(self.watched)} monitors, got {len(state['monitors'])}; prepare the "
                 "same models before loading"
             )
         if isinstance(self.max_norm, AdaptiveClip) and state.get("clip") is not None:
             state_tensor_of(self.max_norm, state["clip"], "state['clip']")  # raises before a monitor has changed
-        for attachment, saved in zip(self.attachments, state["monitors"], strict=True):
-            attachment.load_state_dict(saved)
+        for monitor, saved in zip(self.monitors, state["monitors"], strict=True):
+            monitor.load_state_dict(saved)
+            monitor.should_stop = False  # it has stopped, and goes on
         self._load_clip(state)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -216,8 +327,8 @@ class Adapter:
     def remove(self) -> None:
         """Ends the watching: restores the methods of the framework. The monitors stay readable."""
         self._detach()
-        for attachment in self.attachments:
-            attachment.remove()
+        for one in self.watched:
+            one.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,274 @@
+"""`StepListener`: takes a monitor's steps when it hears that gradients are about to be changed or used.
+
+Clips and loss scalers change gradients before the optimizer steps, and a scaler may skip the step. Each of them
+announces what it is about to do (`gradstat._core.announce`), and the monitor measures before the first of them does.
+What only the program or its framework knows, the listener asks the monitor's `StepSource`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradstat._core.announce import Closure
+from gradstat._core.parameters import named_parameters_of
+from gradstat._core.warn import warn
+from gradstat._step import decision, torch_calls
+from gradstat._step.loss_scale import is_still_scaled
+from gradstat._step.record import clip_before_step
+from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._base import Limit
+from gradstat.monitor.monitor import Monitor
+from gradstat.rules.rows import Observation
+
+_UNUSED = 50  # so many gradients in a row that no step uses are told; four times as many before the first step
+_CLIPS = "calls of clips and loss scalers could not be tracked"
+# A gradient, if there is one, and its version, which another backward pass changes.
+_State: TypeAlias = tuple[weakref.ref[Tensor] | None, int]
+_listening: weakref.WeakSet[StepListener] = weakref.WeakSet()
+
+
+class StepListener:
+    """Hears what is announced about the parameters of ``monitor`` and about ``optimizer``, and takes its steps.
+
+    Args:
+        max_norm: What gradients are clipped to after they were measured; None to leave them as they are.
+        steps_itself: Whether no other optimizer steps in place of this one, as SAM does.
+    """
+
+    def __init__(
+        self, monitor: Monitor, optimizer: Optimizer | None, max_norm: Limit | None, steps_itself: bool = False
+    ) -> None:
+        self.monitor, self.optimizer, self._max_norm = monitor, optimizer, max_norm
+        self._source, self._recorder = monitor.source, monitor.recorder
+        # The first of the gradients that have been measured, and of those that the last step has used.
+        self._measured: _State | None = None
+        self._used: _State | None = None
+        # Some parameter, and its gradient before the running backward pass and after the last one.
+        self._followed: Callable[[], Tensor | None] = lambda: None
+        self._before: _State = None, 0
+        self._after: _State = None, 0
+        self._roots: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
+        # How often gradients were zeroed since the last step, and the version of that parameter then.
+        self._unused = self._version = 0
+        self._enough = 4 * _UNUSED  # some programs take the gradient of each sample
+        self._clips_late = self._has_warned = False
+        self._is_over = False  # the step has been measured; further calls of its closure are ignored
+        self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
+        self._steps_itself = steps_itself  # or a step of this very optimizer has been seen
+        self.others: set[str] = set()  # classes of other optimizers whose steps were seen before the first of ours
+
+    def listen(self) -> None:
+        """Begins to hear announcements."""
+        _listening.add(self)
+        torch_calls.listen(self)
+
+    def remove(self) -> None:
+        """Hears nothing any more."""
+        _listening.discard(self)
+        torch_calls.leave(self)
+
+    # Announcements ---------------------------------------------------------------------------------------
+
+    def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any) -> None:
+        """Measures the complete gradients of ``parameters``, unless it has, before ``scaler`` or a clip changes them.
+
+        ``loss`` is the step's, or None.
+        """
+        if not (self.holds(parameters) and self._source.is_complete()):
+            return
+        if scaler is None and self._are_used():
+            self._clips_late = True
+            watched = set(map(id, self._parameters()))
+            if watched.issuperset(map(id, parameters)):  # else others may not be used yet
+                self._recorder.note_late_clip()
+            return
+        self.measure(scaler, loss)
+        used = self.monitor.scaler if scaler is None else None
+        if used is None or self._has_warned:
+            return
+        is_scaled = False
+        with self._contained():
+            is_scaled = used.is_enabled() and is_still_scaled(used, self.optimizer)
+        if is_scaled:
+            self._has_warned = True
+            text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
+            warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
+
+    def after_change(self, parameters: Sequence[Tensor]) -> None:
+        """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
+        if self.holds(parameters) and self._source.is_complete():
+            with self._contained():
+                self._after, now = self._now(), _state_of(self._first_gradient())
+                if self._clips_late:
+                    self._used, self._clips_late = now, False
+                else:
+                    self._measured = now
+
+    def before_backward(self) -> None:
+        """Notes the gradients; forgets the losses of those that were zeroed, and tells if nothing uses them."""
+        if self._source.tells_backward:
+            return
+        self._before = self._now()
+        if not _is_same(self._before, self._after):
+            self._roots.clear()
+            version = getattr(self._followed(), "_version", 0)
+            # Not in an evaluation, which may take gradients, and not if something else changes the parameter.
+            is_unused = version == self._version and self._source.wrapper.training
+            self._unused, self._version = self._unused + 1 if is_unused else 0, version
+            if self._unused == self._enough:
+                self.monitor.observe([Observation("unused", self.monitor.steps, self._unused)])
+
+    def after_backward(self, losses: Sequence[Tensor]) -> None:
+        """Takes ``losses`` for those of the coming step, if the gradients have changed."""
+        if self._source.tells_backward:
+            return
+        with self._contained():
+            self._after = self._now()
+            if self._after[0] is None:  # another parameter may have a gradient
+                followed = next((one for one in self._parameters() if one.grad is not None), None)
+                self._followed = (lambda: None) if followed is None else weakref.ref(followed)
+                self._after = self._now()
+            if not _is_same(self._before, self._after):
+                self._measured = None
+                self._roots += [loss.detach().reshape(()) for loss in losses]
+                self._recorder.saw_loss(losses)
+
+    def saw_backward(self) -> None:
+        """A backward pass has added to the gradients, as the source tells (`StepSource.tells_backward`)."""
+        self._measured = None
+
+    def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        """Measures and clips before ``optimizer`` steps, or in its closure, which computes the gradients."""
+        if optimizer is self.optimizer:
+            self._steps_itself = True
+        elif not self._steps_in_place(optimizer):
+            return closure
+        # A step that has raised in a hook or in the optimizer did not end.
+        has_failed, self._running = self._running is optimizer, optimizer
+        if closure is None:
+            if has_failed:
+                self._is_over = False
+            if has_failed or self._measured is None:
+                self.measure()
+            if self._max_norm is not None:
+                _clip(optimizer, self._max_norm)
+            return None
+        # The gradients of the closure's first call are the step's. It may compute none, as Lightning's under manual
+        # optimization; then those that were measured before stay measured.
+        self._measured, self._is_over = None if has_failed else self._measured, False
+
+        def evaluated() -> Any:
+            loss = closure()
+            is_first = not self._is_over
+            self.measure(None, loss)  # unless a clip in the closure has
+            self._is_over = True
+            # An adaptive clip would take each evaluation for a step.
+            if self._max_norm is not None and (is_first or not isinstance(self._max_norm, AdaptiveClip)):
+                _clip(optimizer, self._max_norm)
+            return loss
+
+        return evaluated
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Marks the coming step of ``optimizer`` as not measured yet."""
+        if optimizer is self.optimizer or self._steps_in_place(optimizer):
+            self._used, self._measured, self._is_over, self._running = self._measured, None, False, None
+            self._unused, self._enough = 0, max(_UNUSED, 2 * self._unused)
+
+    # Steps -----------------------------------------------------------------------------------------------
+
+    def measure(self, scaler: Any = None, loss: Any = None) -> None:
+        """Lets the monitor take the step, unless it has; ``scaler`` and ``loss`` as far as they are announced.
+
+        Raises as `Monitor.step`.
+        """
+        if self._is_over:
+            return
+        monitor = self.monitor
+        try:
+            are_scaled = torch_calls.has_losses()
+            if are_scaled and scaler is None and len(_listening) == 1:
+                scaler = torch_calls.only_scaler()  # no other can have scaled these gradients
+            if scaler is not None and monitor.scaler is None:
+                monitor.scaler = scaler
+            if self._measured is not None and self.is_measured():
+                return
+            heard, self._roots = self._roots, []
+            heard = torch_calls.losses_scaled_by(monitor.scaler) if are_scaled else heard
+            loss = self._source.loss(heard if loss is None else [loss])
+        except Exception:
+            monitor.unwatched.report_failure(monitor.steps, _CLIPS)
+        # A closure may return anything.
+        is_loss = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
+        try:
+            monitor.step(loss if is_loss else None)
+        finally:  # a program may catch the error of a policy
+            self._measured = self._recorder.first_gradient
+
+    def is_measured(self) -> bool:
+        """Whether the current gradients have been measured: no backward pass has changed them since."""
+        if self._measured is None or self._source.tells_backward:
+            return self._measured is not None
+        now = _state_of(self._first_gradient())
+        return now[0] is None or _is_same(now, self._measured)
+
+    def holds(self, parameters: Sequence[object]) -> bool:
+        """Whether any of ``parameters`` is watched."""
+        watched: Sequence[object] = ()
+        with self._contained():
+            watched = self._parameters()
+        if watched and parameters and watched[0] is parameters[0]:
+            return True
+        return not set(map(id, watched)).isdisjoint(map(id, parameters))
+
+    def _contained(self) -> Any:
+        """Turns gradstat's own errors inside into one warning; those of policies pass."""
+        return self.monitor.unwatched.suppress_errors(self.monitor.steps, _CLIPS)
+
+    def _parameters(self) -> Sequence[Tensor]:
+        return self._recorder.trained.named_parameters().parameters
+
+    def _steps_in_place(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""
+        if self._steps_itself or any(listener.optimizer is optimizer for listener in _listening):
+            return False
+        if not self.holds(named_parameters_of(optimizer).parameters):
+            self.others.add(type(optimizer).__name__)
+            return False
+        return True
+
+    def _are_used(self) -> bool:
+        """Whether a change of the current gradients has no effect: there are none, or the last step has used them."""
+        is_none = is_used = False
+        with self._contained():
+            now = _state_of(self._first_gradient())
+            is_none, is_used = now[0] is None, self._used is not None and _is_same(now, self._used)
+        return is_none or is_used
+
+    def _first_gradient(self) -> Tensor | None:
+        gradients = (parameter.grad for parameter in self._parameters())
+        return next((gradient for gradient in gradients if gradient is not None), None)
+
+    def _now(self) -> _State:
+        """The gradient of one parameter, if it has one, and its version: a look at all would take long."""
+        parameter = self._followed()
+        return _state_of(None if parameter is None else parameter.grad)
+
+
+def _state_of(gradient: Tensor | None) -> _State:
+    return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _is_same(one: _State, other: _State) -> bool:
+    """Whether both are of one gradient in one version; references are compared by identity, as tensors cannot be."""
+    return one[0] is other[0] and one[1] == other[1]
+
+
+def _clip(optimizer: Optimizer, limit: Limit) -> None:
+    decision.carry_out(optimizer)  # a skipped step is not clipped
+    clip_before_step(optimizer, limit)
