@@ -40,24 +40,26 @@ def norms(steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "steps"),
     [
-        lambda: FixedClip(1.2, window=3),
-        lambda: AutoClip(95.5, window=7),
-        lambda: AutoClip(10, window=256),
-        lambda: AutoClip(37.21, window=257),
-        lambda: AutoClip(0, window=2),
-        lambda: AutoClip(100),
-        lambda: ZClip(),
-        lambda: ZClip(1.5, 0.9, 5, "threshold"),
-        lambda: ZClip(1.0, 0.5, 2, "mean", 1.1),
+        (lambda: FixedClip(1.2, window=3), 100),
+        (lambda: AutoClip(95.5, window=7), 120),
+        (lambda: AutoClip(10, window=256), 300),  # as many norms as a block has threads
+        (lambda: AutoClip(37.21, window=257), 300),
+        (lambda: AutoClip(0, window=2), 100),
+        (lambda: AutoClip(100), 100),
+        (lambda: ZClip(), 300),
+        (lambda: ZClip(1.5, 0.9, 5, "threshold"), 100),
+        (lambda: ZClip(1.0, 0.5, 2, "mean", 1.1), 100),
     ],
 )
 @pytest.mark.parametrize("where", BY_KERNELS, indirect=True, ids="-".join)
-def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels, where: tuple[str, str]) -> None:
+def test_the_same_norms_give_the_same_decisions(
+    make: Any, steps: int, kernels: Kernels, where: tuple[str, str]
+) -> None:
     ours, theirs, reference = make(), make(), backends.resolve("reference", where[1])
     decisions = []
-    for step, norm in enumerate(norms(300)):
+    for step, norm in enumerate(norms(steps)):
         given = torch.tensor(norm, dtype=torch.float64, device=where[1])
         skip = torch.tensor(float(step % 11 == 5), device=where[1])
         decisions.append((decide(ours, kernels, given, skip=skip), decide(theirs, reference, given, skip=skip)))
@@ -131,7 +133,6 @@ GUARDED = (
     ("operator", "arguments", "message"),
     [
         ("clip", (0, [1.0], STATE, 11, NORM), "state must have 17 contiguous numbers, got 16"),
-        ("clip", (2, [1.0], STATE, 10, NORM), "state must have 19 contiguous numbers"),
         ("clip", (0, [1.0], STATE.float(), 10, NORM), "state must be float64"),
         ("clip", (0, [1.0], STATE, 10, NORM.float()), "measured must be float64"),
         ("clip", (0, [1.0], STATE, 10, NORM, None, NORM), "factor must be float32"),
@@ -141,14 +142,12 @@ GUARDED = (
         ("clip", (3, [1.0], STATE, 10, NORM), "measured must be a table of rows"),
         ("clip", (3, [1.0], STATE, 10, ROWS[:, 1:]), "a table of rows for this method, of 10 columns"),
         ("clip", (1, [100.1], STATE, 10, NORM), r"options\[0\], the percentile, must be from 0 to 100, got 100.1"),
-        ("clip", (1, [math.nan], STATE, 10, NORM), "must be from 0 to 100, got nan"),
         ("clip", (0, [1.0], STATE, 0, NORM), "window must be from 1 to 281474976710656, got 0"),
         ("clip", (0, [1.0], STATE, 2**64 // 3 + 1, NORM), "window must be from 1 to .*, got 614891469123651"),
         ("clip", (0, [1.0], without_memory(STATE.clone()), 10, NORM), "state has no memory"),
         ("clip", (0, [1.0], torch.full_like(STATE, -7.0), 10, NORM), "whole numbers of recorded values, got -7"),
         ("guard", (GUARDED[0][1:], *GUARDED[1:], torch.zeros(3)), "expected 7 options, got 6"),
         ("guard", (*GUARDED[:2], 0, GUARDED[3], torch.zeros(3)), "window must be from 1 to 281474976710656, got 0"),
-        ("guard", (*GUARDED[:2], 9, GUARDED[3], torch.zeros(3)), "state must have 27 contiguous numbers, got 25"),
         ("guard", (*GUARDED[:3], NORM, torch.zeros(3)), "scaling must have 2 contiguous numbers, got 1"),
         ("guard", (*GUARDED, torch.zeros(2)), "verdict must have 3 contiguous numbers, got 2"),
         ("guard", (*GUARDED, torch.zeros(3), torch.ones(1, dtype=torch.int64)), "loss must be"),
