@@ -10,13 +10,15 @@ import torch
 from accelerate import Accelerator
 from helpers.frameworks import QUIET, Net, forget_accelerators, samples
 from helpers.ranks import on_ranks
-from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike
+from helpers.ranks_of_frameworks import Travelling, accelerate_on_ranks, assert_alike
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import gradstat
 from gradstat.integrations.accelerate import install
+from gradstat.monitor import AnomalyError
+from gradstat.monitor.segments import PendingRows
 
 
 def loader(batches: int) -> DataLoader[Any]:
@@ -165,8 +167,13 @@ def test_bad_arguments_are_refused_before_training() -> None:
     with pytest.raises(RuntimeError, match=r"got one without optimizer"):
         install(accelerator)
     accelerator.prepare(torch.optim.SGD(model.parameters()))
-    with pytest.raises(TypeError, match="model is taken from the accelerator"):
-        install(accelerator, model=model)
+    for options, error, words in (
+        ({"model": model}, TypeError, "model is taken from the accelerator"),
+        ({"on_anomaly": "checkpoint"}, ValueError, "unknown policy 'checkpoint'"),
+        ({"on_anomaly": "replay"}, TypeError, r"needs the function that runs a step: install\(..., replay=step_fn\)"),
+    ):
+        with pytest.raises(error, match=words):
+            install(accelerator, **options)
     install(accelerator).remove()
 
 
@@ -226,6 +233,7 @@ def test_sharded_parameters_are_whole() -> None:
         recording = handle.monitor.recording()
         assert all(p.full_tensor().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
     assert "scalars" not in recording.tables, set(recording.tables)
+    assert "not compared" in repr(handle.monitor)  # only what DDP replicates is
     assert recording.scalars["norm"].tolist() == pytest.approx(norms, rel=1e-5, nan_ok=True)
     assert_alike([norms, handle.monitor.findings, recording.scalars["loss"].tolist()])
     for numbers in (norms, recording.scalars["loss"]):
@@ -258,3 +266,59 @@ def test_ranks_with_uneven_inputs_neither_hang_nor_compare(how: str) -> None:
         handle.monitor.flush()
         assert "replica-mismatch" not in {finding.rule for finding in handle.monitor.findings}
         handle.remove()
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_finds_unhealthy_is_saved_by_none(tmp_path: Path) -> None:
+    with accelerate_on_ranks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = prepare()
+        with install(prepared[0], on_anomaly="record", healthy_checkpoints=True):
+            run(prepared)
+            assert prepared[0].save_state(str(tmp_path / "healthy")) is not None
+            next(prepared[1].parameters()).detach().fill_(math.nan if torch.distributed.get_rank() == 1 else 1.0)
+            assert prepared[0].save_state(str(tmp_path / "unhealthy")) is None
+
+
+@on_ranks(2)
+def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobody_looks() -> None:
+    def compares(model: nn.Module) -> bool:
+        with accelerate_on_ranks():
+            accelerator = Accelerator(cpu=True)
+            accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            with install(accelerator, on_anomaly="record") as handle:
+                return "not compared" not in repr(handle.monitor)
+
+    model = nn.Linear(3, 1)
+    assert compares(model)
+    model._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    assert not compares(model)
+    assert "replicas not compared: watch={'replicas': n}" in repr(gradstat.Monitor(model))
+    assert "compared" not in repr(gradstat.Monitor(model, watch={"replicas": 10}))
+
+
+@pytest.mark.parametrize("travels", [False, True])
+@on_ranks(2)
+def test_an_error_of_one_rank_that_the_program_catches_is_raised_once_on_every_rank(travels: bool) -> None:
+    """Also where numbers and votes arrive a step later, as on a GPU."""
+
+    raised = []
+    with accelerate_on_ranks(), pytest.MonkeyPatch.context() as patch:
+        if travels:
+            patch.setattr("gradstat.monitor.ranks.HostCopy", Travelling)
+            patch.setattr(PendingRows, "needs_copy", True)
+        accelerator, model, optimizer, data = prepare()
+        with install(accelerator, on_anomaly="raise"):
+            for step, (x, y) in enumerate([*data, *data]):
+                accelerator.backward(model(x, y)["loss"])
+                if step == 1 and torch.distributed.get_rank() == 0:  # as a flipped bit would
+                    next(model.parameters()).grad[0] = math.nan
+                try:
+                    optimizer.step()
+                except AnomalyError:
+                    raised.append(step)
+                optimizer.zero_grad()
+                optimizer.state.clear()  # what NaN has become a part of
+                for parameter in model.parameters():
+                    parameter.data.nan_to_num_()
+    assert raised == [3 if travels else 1], raised

@@ -21,13 +21,11 @@ from helpers.ranks import on_ranks
 from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike, lightning_on_ranks
 from test_transformers import InOrder
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
-from gradstat.integrations import _handle, accelerate, transformers
+from gradstat.integrations import accelerate, transformers
 from gradstat.integrations._engines import engine_clips, engine_name_of
-from gradstat.integrations._handle import Handle
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
@@ -46,7 +44,7 @@ class Case(NamedTuple):
     accumulate: int = 1  # micro-batches of a step
     bad_at: frozenset[int] = frozenset()  # forward passes that break
     watch: dict[str, Any] | None = {}  # noqa: RUF012 -- options of the integration; None if nobody watches
-    before: Callable[[Handle], object] = lambda handle: None  # called before the training
+    before: Callable[[Any], object] = lambda handle: None  # called before the training
     scaler: Callable[..., torch.amp.GradScaler] | None = None  # the class, for float16
     kind: Callable[[], Net] = Net
     steps: int = STEPS  # of all ranks together
@@ -123,8 +121,7 @@ def under_lightning(case: Case) -> Run:
         gradient_clip_val=case.clip,
     )
     if callback is not None:
-        begin = callback.on_train_start
-        callback.on_train_start = lambda *args: (begin(*args), case.before(callback))  # type: ignore[method-assign]
+        case.before(callback)
     trainer.fit(Module(), case.loader())
     return Run(callback, net, trainer.optimizers[0], [])
 
@@ -379,15 +376,14 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
     torch.save(first.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     forget_accelerators()
-    second = under(
-        case._replace(bad_at=frozenset(), before=lambda handle: Handle.load_state_dict(handle, state))
-    ).handle
+    second = under(case._replace(bad_at=frozenset(), before=lambda handle: handle.load_state_dict(state))).handle
     assert second.monitor.steps == 3 + STEPS
     assert not second.should_stop
     assert second.monitor.findings == first.monitor.findings
     assert second.scalars()["grad/nonfinite_steps"] == 1
-    with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
-        Handle.load_state_dict(second, {**state, "monitors": []})
+    if under is not under_lightning:  # which loads it when training begins
+        with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
+            second.load_state_dict({**state, "monitors": []})
     with pytest.raises(ValueError, match=r"^state\['version'\]: expected 1, got 2"):
         second.load_state_dict({**state, "version": 2})
 
@@ -407,7 +403,7 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(
     def fail(*_: object, **__: object) -> Any:
         raise ZeroDivisionError
 
-    def break_it(handle: Handle) -> None:
+    def break_it(handle: Any) -> None:
         monkeypatch.setattr(f"gradstat.integrations.{broken}", fail)
 
     watch = {"on_anomaly": ["skip", "replay"] if "StepReplay" in broken else "skip"}
@@ -464,27 +460,6 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     assert run.handle.should_stop
     replays = name == "trainer" and dist.get_rank() == 1  # each rank replays its own step
     assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
-    assert not run.handle._withholds_checkpoint()
-    next(run.handle.watched[0].model.parameters()).detach().fill_(math.nan if dist.get_rank() == 1 else 1.0)
-    assert run.handle._withholds_checkpoint()  # on both ranks
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"on_anomaly": "explode"}, ValueError, "unknown policy 'explode'; known: record"),
-        ({"on_anomaly": "checkpoint"}, ValueError, "unknown policy 'checkpoint'"),
-        ({"on_anomaly": "replay"}, TypeError, r"needs the function that runs a step: install\(..., replay=step_fn\)"),
-        ({"histroy": 5}, TypeError, r"Monitor\(\) has no argument 'histroy'; known: model, optimizer"),
-        ({"watch": "gradient"}, ValueError, "cannot watch 'gradient'; known: gradients"),
-        ({"optimizer": None}, TypeError, "optimizer is taken from the trainer; leave it out"),
-        ({"max_norm": -1}, ValueError, "max_norm is -1"),
-        ({"max_norm": "1"}, TypeError, "max_norm: expected a number"),
-    ],
-)
-def test_invalid_options_are_refused_before_a_model_exists(options: Any, error: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
-        Handle(options, options.pop("max_norm", None))
 
 
 @pytest.mark.parametrize("by_class", [True, False])
@@ -492,26 +467,24 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     strategies = [type(name, (), {})() for name in ("DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy")]
     deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
-    def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
-        options = type("Framework", (Handle,), {"runs_steps": True})(given, max_norm)
-        clips = engine_clips(engine_name_of(strategy), options.policies, options.max_norm, ranks, "set it there")
-        return clips, {rule.name for rule in options.arguments["rules"]}
+    def ask(strategy: Any, *policies: str, ranks: int = 1, max_norm: Any = None) -> bool:
+        return engine_clips(engine_name_of(strategy), set(policies), max_norm, ranks, "set it there")
 
     for policy in ("skip", "rollback", "replay"):
         with pytest.raises(NotImplementedError, match=f"on_anomaly='{policy}' cannot be done under DeepSpeed"):
-            ask(deepspeed, on_anomaly=policy)
+            ask(deepspeed, policy)
     for policy in ("skip", "rollback"):
         with pytest.raises(NotImplementedError, match=f"on_anomaly='{policy}' cannot be done under FSDP 1"):
-            ask(fsdp, on_anomaly=["warn", policy])
+            ask(fsdp, "warn", policy)
     for engine, name in ((deepspeed, "DeepSpeed"), (fsdp, "FSDP 1")):
         with pytest.raises(NotImplementedError, match=rf"max_norm=1.0: expected None under {name}.*; set it there"):
             ask(engine, max_norm=1.0)
-    assert ask(deepspeed) == (True, {rule.name for rule in gradstat.monitor.default_rules()})
+    assert ask(deepspeed)
     with pytest.warns(UserWarning, match="this rank's shard"):
-        assert ask(fsdp) == (True, {rule.name for rule in gradstat.monitor.default_rules()})
+        assert ask(fsdp)
     with pytest.raises(NotImplementedError, match="'rollback' on 2 ranks: ranks do not coordinate a rollback"):
-        ask("MULTI_CPU", 2, on_anomaly="rollback")
-    assert not ask("MULTI_CPU", 2, 1.0, on_anomaly="skip")[0]
+        ask("MULTI_CPU", "rollback", ranks=2)
+    assert not ask("MULTI_CPU", "skip", ranks=2, max_norm=1.0)
     for engine, words in (("MEGATRON_LM", "got Megatron-LM"), (xla, "got XLA")):
         with pytest.raises(NotImplementedError, match=words):
             ask(engine)
@@ -568,33 +541,3 @@ def test_replicas_are_compared_every_hundred_steps(name: str, tmp_path: Path) ->
         found = [(f.step, f.name.removeprefix("net.")) for f in findings if f.rule == "replica-mismatch"]
         assert found == expected
         assert_alike(found)
-
-
-@on_ranks(2)
-def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobody_looks() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    handle = Handle({"on_anomaly": "record"})
-    handle.device = torch.device("cpu")
-
-    def compares(model: nn.Module, is_replicated: bool = False) -> bool:
-        handle.is_replicated = is_replicated
-        watched = handle._attach(model, optimizer, None)
-        watched.remove()
-        return "not compared" not in repr(watched.monitor)
-
-    assert compares(DistributedDataParallel(model), is_replicated=True)
-    assert not compares(model)
-    model._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
-    assert not compares(DistributedDataParallel(model), is_replicated=True)
-    assert "replicas not compared: watch={'replicas': n}" in repr(gradstat.Monitor(model))
-    assert "compared" not in repr(gradstat.Monitor(model, watch={"replicas": 10}))
-
-
-def test_versions() -> None:
-    assert _handle.version_of("5.23.0.dev0") == (5, 23)
-    assert _handle.version_of("4") == (4, 0)
-    with pytest.raises(ImportError, match=r"needs transformers>=99.0, found .*pip install -U 'transformers>=99.0'"):
-        _handle.require_framework("transformers", (99, 0))
-    with pytest.raises(ImportError, match=r"needs no_such_framework>=1.0, which is not installed"):
-        _handle.require_framework("no_such_framework", (1, 0))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.frameworks import OF_FRAMEWORKS, QUIET, lightning_trainer
 from helpers.processes import Forks
 from helpers.ranks import on_ranks
-from helpers.ranks_of_frameworks import assert_alike, lightning_on_ranks
+from helpers.ranks_of_frameworks import Travelling, assert_alike, lightning_on_ranks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -25,12 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
-from gradstat._core.host_copy import HostCopy
-from gradstat.integrations._handle import Handle
 from gradstat.integrations.lightning import GradstatCallback
-from gradstat.monitor import AnomalyError, ranks
+from gradstat.monitor import AnomalyError, Finding, Rule, default_rules, rule
 from gradstat.monitor.ranks import RankVotes
-from gradstat.monitor.segments import PendingRows
 
 pytestmark = [*OF_FRAMEWORKS, QUIET]
 
@@ -390,6 +387,10 @@ class Iterating(Model):
         ({"log_every": -1}, None, "log_every is -1"),
         ({"on_anomaly": "explode"}, None, "unknown policy 'explode'; known: record, .*checkpoint"),
         ({"per_tensor": ("median",)}, None, "per_tensor: unknown name 'median'"),
+        ({"watch": "gradient"}, None, "cannot watch 'gradient'; known: gradients"),
+        ({"optimizer": None}, None, "optimizer is taken from the trainer; leave it out"),
+        ({"max_norm": -1}, None, "max_norm is -1"),
+        ({"max_norm": "1"}, None, "max_norm: expected a number"),
         ({"max_norm": 1.0}, Model, r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"),
         ({"on_anomaly": "replay"}, Two, "replay needs a function that runs the step under manual optimization"),
         ({"on_anomaly": "replay"}, Iterating, "dataloader_iter, which cannot be rewound"),
@@ -434,18 +435,22 @@ def test_a_step_of_lbfgs_is_measured_once_and_each_evaluation_is_clipped() -> No
 def test_frameworks_are_imported_on_demand_and_missing_ones_are_named(forks: Forks) -> None:
     printed = forks.output_of(
         """
-        import sys, warnings
+        import importlib, sys, warnings
+        from types import ModuleType
         import gradstat, gradstat.monitor, gradstat.integrations, gradstat.integrations.loggers
         heavy = {"lightning", "pytorch_lightning", "tensorboard", "wandb", "mlflow", "transformers", "accelerate"}
         print(sorted(heavy & set(sys.modules)))
 
         missing = dict.fromkeys(["lightning", "lightning.pytorch", "pytorch_lightning"])
-        sys.modules.update(missing)
-        try:
-            import gradstat.integrations.lightning
-        except ImportError as error:
-            print(error)
-        for name in missing:
+        old = ModuleType("accelerate")
+        old.__version__ = "0.34.2.dev0"
+        for name, module in (("lightning", None), ("accelerate", None), ("accelerate", old)):
+            sys.modules.update(missing, accelerate=module)
+            try:
+                importlib.import_module(f"gradstat.integrations.{name}")
+            except ImportError as error:
+                print(error)
+        for name in (*missing, "accelerate"):
             del sys.modules[name]
 
         warnings.simplefilter("ignore")
@@ -468,6 +473,8 @@ def test_frameworks_are_imported_on_demand_and_missing_ones_are_named(forks: For
     ).splitlines()
     assert printed[0] == "[]"
     assert "neither lightning nor pytorch_lightning is installed; pip install 'gradstat[lightning]'" in printed[1]
+    assert "needs accelerate>=1.0, which is not installed: pip install -U 'accelerate>=1.0'" in printed[2]
+    assert "needs accelerate>=1.0, found 0.34.2.dev0: pip install -U 'accelerate>=1.0'" in printed[3]
     assert printed[-1] == "True 4"  # pytorch_lightning is served under its own name
 
 
@@ -485,31 +492,26 @@ def _bad_at(step: int, rank: int = 1) -> dict[int, str]:
     return {step: "sqrt"} if dist.get_rank() == rank else {}
 
 
-class _OneWants(pl.Callback):
-    """Requests a policy in step 3, on rank 1 only."""
-
-    def __init__(self, callback: GradstatCallback, policy: str) -> None:
-        self.callback, self.policy = callback, policy
-
-    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            responder = self.callback.monitor.responder
-            if self.policy == "raise":
-                responder._error = AnomalyError("it is on this rank")
-            responder._requested.add(self.policy)
+@rule("wanted", severity="error")
+def wanted(self: Rule, window: Any) -> list[Finding]:
+    """Finds something in step 3, on rank 1 only."""
+    is_here = dist.get_rank() == 1 and 3 in window.steps
+    return [self.found(3, "loss", "it is on this rank")] if is_here else []
 
 
 @pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
 @on_ranks(2)
 def test_policies_of_one_rank_are_carried_out_on_all(policy: str, tmp_path: Path) -> None:
-    callback = GradstatCallback(on_anomaly="record", save_dir=tmp_path)
-    callbacks = [_OneWants(callback, policy), callback]
+    rules = [*default_rules(), wanted()]
+    callback = GradstatCallback(
+        on_anomaly=["record", policy], rules=rules, options={"review_every": 1}, save_dir=tmp_path
+    )
     if policy == "raise":
         words = ("another rank found an anomaly; see the error on that rank", "it is on this rank")[dist.get_rank()]
         with pytest.raises(AnomalyError, match=words):
-            fit_on_ranks(callbacks, Model())
+            fit_on_ranks([callback], Model())
         return
-    assert fit_on_ranks(callbacks, Model()).global_step == (4 if policy == "stop" else 8)
+    assert fit_on_ranks([callback], Model()).global_step == (4 if policy == "stop" else 8)
     assert callback.checkpoints == [tmp_path / "gradstat-step3.ckpt"] * (policy == "checkpoint")
     assert all(path.exists() for path in callback.checkpoints)
 
@@ -565,14 +567,6 @@ def test_the_mean_loss_is_that_of_the_ranks_with_a_loss() -> None:
     assert reductions.mean(torch.tensor(3.0) if rank == 1 else None) == (3.0 if rank == 1 else None)
 
 
-class Travelling(HostCopy):
-    """Pretends that numbers are in transit, as from a GPU."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self.needs_copy = True
-
-
 @on_ranks(2)
 def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     """As on a GPU, where calls do not wait for votes; a call that waits also gets those of the call before."""
@@ -580,31 +574,7 @@ def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     calls = [([first, False], False), ([False, False], False), ([False, first], False)]
     calls += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "HostCopy", Travelling)
+        patch.setattr("gradstat.monitor.ranks.HostCopy", Travelling)
         votes = RankVotes(torch.device("cpu"))
         received = [votes.any_of(wants, wait) for wants, wait in calls]
     assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]
-
-
-@on_ranks(2)
-def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> None:
-    """Also where votes arrive a step later, as on a GPU."""
-    for travels in (False, True):
-        model, raised = nn.Linear(2, 1), []
-        with pytest.MonkeyPatch.context() as patch:
-            if travels:
-                patch.setattr(ranks, "HostCopy", Travelling)
-                patch.setattr(PendingRows, "needs_copy", True)
-            handle, optimizer = Handle({"on_anomaly": "raise"}), torch.optim.SGD(model.parameters())
-            handle.device = torch.device("cpu")
-            watched = handle._attach(model, optimizer, None)
-            for step in range(6):
-                bad = step == 1 and dist.get_rank() == 0
-                for parameter in model.parameters():
-                    parameter.grad = torch.full_like(parameter, math.nan if bad else 1.0)
-                try:
-                    watched.measure()
-                except AnomalyError:
-                    raised.append(step)
-                watched.listener.after_step(optimizer)
-        assert raised == [3 if travels else 1]

@@ -254,18 +254,29 @@ def test_other_hooks_are_saved() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Accelerate", "Trainer"])
-def test_a_second_install_replaces_the_first_unless_it_fails(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    enter = FRAMEWORKS[kind](*made(), tmp_path)
-    replaced = enter()
-    with enter() as first:
-        assert not replaced._patches
-        held = {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches}
-        with monkeypatch.context() as broken:
-            broken.setattr("gradstat.integrations._handle.Monitor", lambda *_, **__: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                enter()
-        assert {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches} == held
-        assert not first.monitor._is_paused
-    assert not first._patches
+def test_a_second_install_replaces_the_first_unless_it_fails(kind: str, tmp_path: Path) -> None:
+    model, optimizer = made()
+    if kind == "Trainer":
+        trainer = Trainer(model, training_arguments(tmp_path), optimizers=(optimizer, None))
+        install, owners = partial(transformers.install, trainer), [trainer, trainer.accelerator]
+    else:
+        owners = [Accelerator(cpu=True)]
+        model, optimizer = owners[0].prepare(model, optimizer)
+        install = partial(accelerate.install, owners[0])
+
+    def held() -> list[dict[str, int]]:
+        return [{name: id(value) for name, value in vars(owner).items()} for owner in owners]
+
+    before = held()
+    replaced = install()
+    with install() as first:
+        then = held()
+        with pytest.raises(ValueError, match="no file can be made"):
+            install(save_to="/proc/nowhere/run.gradstat")
+        assert held() == then
+        if kind == "Accelerate":
+            owners[0].backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            assert (first.monitor.steps, replaced.monitor.steps) == (1, 0)
+    others = [names.keys() - kept.keys() for names, kept in zip(held(), before, strict=True)]
+    assert set.union(*map(set, others)) <= {"optimizer_cls_and_kwargs"}  # an optimizer that was made earlier
