@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, require
+from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, exactly, require
 from gradstat._core.text import expect, printable
 from gradstat.recording.findings import SEVERITIES, Finding, Severity
 from gradstat.rules.rows import Bools, Floats, Rows, Window
@@ -147,7 +147,8 @@ def _loaded(held: Any, value: Any, place: str, is_own: bool) -> Any:
         require(value, {str: WHOLE}, place)
         return Episodes(held.quiet, value)
     if isinstance(held, Records):
-        require(value, [held.kind], place)
+        require(value, [[FINITE]], place)
+        require([*map(len, value)], [exactly(held.width)], f"{place}, lengths")
         return Records(held.width, value)
     if is_own:
         kinds: dict[type, Any] = {dict: {str: NUMBER}, list: [FINITE], bool: FLAG, int: WHOLE, str: TEXT}
@@ -195,15 +196,6 @@ class Records(list[list[float]]):
     def __init__(self, width: int, saved: Iterable[Sequence[float]] = ()) -> None:
         super().__init__(map(list, saved))
         self.width = width
-
-    @property
-    def kind(self) -> Kind:
-        """That of each list, for checks of a state."""
-
-        def fits(value: Any) -> bool:
-            return isinstance(value, list | tuple) and len(value) == self.width and all(map(FINITE.fits, value))
-
-        return Kind(f"{self.width} finite numbers", fits)
 
 
 def series(window: Window, name: str) -> Iterator[tuple[int, float]]:

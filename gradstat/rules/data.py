@@ -13,12 +13,9 @@ from gradstat.recording.kinds import INPUT_KINDS
 from gradstat.rules.base import LastingRule, Rule, median
 from gradstat.rules.rows import Floats, Rows, RunSettings, Window
 
-# Largest magnitude over the largest one before; also the smallest standard deviation before over that of now.
-_FACTOR = 100.0
-# Smallest magnitude of values of one sign over the largest one before.
-_OFFSET = 5.0
-# So many earlier measurements must be known; and so many in a row have a deviation that is too small.
-_KNOWN, _LOW_FOR = 20, 5
+_FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
+_OFFSET = 5.0  # the smallest magnitude of values of one sign over the largest one before
+_KNOWN, _LOW_FOR = 20, 5  # earlier measurements; measurements in a row with a deviation that is too small
 # An input that nothing normalises has a larger standard deviation than `_SPREAD` from the beginning on, and so has the
 # gradient of the first weight beside that of its bias, up to `_REACHES`. The loss falls by the factor `_FALL` in the
 # first 64 steps, as the model unlearns that scale.

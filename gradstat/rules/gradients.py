@@ -93,8 +93,7 @@ _IN_A_ROW, _IS_LOWEST, _HAS_FALLEN = 5, 0.01, 0.1
 # Gradients vanish layer by layer if of at least so many weights the smallest root mean square is below this fraction of
 # the largest, and its logarithm decays over depth nearly linearly: by the absolute Pearson correlation.
 _LAYERS, _RATIO, _CORRELATION = 5, 1e-5, 0.9
-# A level moved by at least this factor; batches and progress move it less.
-_LEVEL_FACTOR = 2.2
+_LEVEL_FACTOR = 2.2  # by which a level moved at least; batches and progress move it less
 # That does not count for so many steps after the number of gradients has changed, as when layers are frozen, or the
 # learning rate by more than this factor, as in a warm-up by epochs.
 _SETTLING, _OTHER_RATE = 64, 1.5
@@ -191,8 +190,7 @@ class VanishingGradient(LevelRule):
             yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
 
 
-# Number of steps before reporting that there are no gradients at all.
-_SOON = 5
+_SOON = 5  # steps before reporting that there are no gradients at all
 # By whether the user calls monitor.step(), rather than gradstat before the optimizer's step: where the call belongs,
 # causes, advice.
 _CALLED_TOO_EARLY_OR_LATE = {

@@ -16,14 +16,12 @@ from gradstat.rules.rows import Floats, Observation, Window, rate_name
 # divide by 10. Growth is above all earlier rates and above the ``initial_lr`` of its scheduler, which a warm-up that is
 # stepped per epoch may reach at once.
 _UP, _DOWN = 3.0, 20.0
-# A change by no more than so many times the last one, as on a ramp, is no jump either way.
-_RAMP = 1.5
+_RAMP = 1.5  # a change by no more than so many times the last one is no jump either way
 # If losses or norms are known, something must follow a growth within so many steps: a loss or norm that is not finite,
 # or four losses in a row above all of as many steps before, or norms above three times those, since norms also rise
 # where a model begins to learn.
 _FOLLOWS, _IN_A_ROW, _NORMS = 16, 4, 3
-# It is 0 for so many steps after it was not. Schedules touch 0 at their end.
-_ZEROS = 20
+_ZEROS = 20  # steps of 0 after another rate; schedules touch 0 at their end
 # It is, for `_LASTS` steps in a row, below this fraction of its largest value in the `_WITHIN` steps before; cosine,
 # linear and polynomial schedules come that low in the last two steps.
 _FADES, _WITHIN, _LASTS = 1e-3, 50, 5

@@ -23,8 +23,7 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
             yield kind, rows, tuple(f"{kind} {name}" for name in rows.names)
 
 
-# The number of such steps in a row.
-_KEPT_FOR = 2
+_KEPT_FOR = 2  # such steps in a row
 
 
 class GradientsNotZeroed(Rule):
@@ -66,8 +65,7 @@ class GradientsNotZeroed(Rule):
 # Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not matter. A momentum
 # of 0.99 without dampening reaches 100 times a constant gradient.
 _FACTOR = 100.0
-# The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000 steps.
-_MAX_MOMENTUM = 0.999
+_MAX_MOMENTUM = 0.999  # no mistake yet: it averages the gradients of the last 1,000 steps
 # The norm of all momenta over the lowest norm of gradients since they were measured before, in at least so many steps,
 # if all parameters with a gradient have one.
 _LEAST, _ENOUGH = 1e-4, 16
@@ -168,8 +166,7 @@ def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
     return {gradients.names[i] for i in np.flatnonzero(gradients.present[-1])} <= {*names}
 
 
-# Reported below this fraction of what must remain: optimizers may step several times per monitored step.
-_REMAINS = 0.5
+_REMAINS = 0.5  # of what must remain: optimizers may step several times per monitored step
 
 
 class SecondMomentDrop(Rule):

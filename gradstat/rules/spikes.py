@@ -15,29 +15,15 @@ from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
 from gradstat.rules.base import Rule
 from gradstat.rules.rows import Floats
 
-# Number of values that define the initial level.
-_BEGINNING = 20
-
-# Minimum number of values before there is any limit.
-_FEW = 5
-
-# Number of steps in the window.
-WINDOW = 100
-
+_BEGINNING = 20  # values that define the initial level
+_FEW = 5  # values before there is any limit
+WINDOW = 100  # steps
 # A limit is at least this fraction of the way from the median back to the initial level, the third quartile of the
 # first values.
 LOST_PROGRESS = 0.25
-
-# A jump is so many values above the limit in so many steps. It began with the first.
-_COUNT, _WITHIN = 4, 5
-
-# Limits are updated after this many values, whatever the length of windows.
-_EVERY = 32
-
-# A level is the median of this many values.
-_BLOCK = 8
-# So many levels must be known before the last ones are judged.
-_KNOWN = 12
+_COUNT, _WITHIN = 4, 5  # a jump is so many values above the limit in so many steps, and began with the first
+_EVERY = 32  # values after which limits are updated, whatever the length of windows
+_BLOCK, _KNOWN = 8, 12  # values of which a level is the median; levels to know before the last ones are judged
 
 
 class Shift(NamedTuple):

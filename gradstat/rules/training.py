@@ -28,8 +28,7 @@ _RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
 # The initial loss need only exceed the lowest by 1 / `_FALLEN` if the median of these losses exceeds it by `_ABOVE` as
 # well, and their mean twice that of the first `_RECENT` of the window: errors of values that grow rise slowly.
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
-# A divergence, whose losses begin near 0: below this share of the median.
-_FROM_ZERO = 0.1
+_FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 
 class LossSpike(SpikeRule, LevelRule):

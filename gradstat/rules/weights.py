@@ -12,30 +12,18 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import (
-    HUGE,
-    NEVER_INITIALISED,
-    PerName,
-    Rule,
-    around,
-    bounded,
-    median,
-    risen,
-    sizes_of_weights,
-)
+from gradstat.rules.base import HUGE, NEVER_INITIALISED, PerName, Rule, around, bounded, median, risen, sizes_of_weights
 from gradstat.rules.gradients import VANISHING
 from gradstat.rules.rows import Bools, Rows, Window
 
-# Factor by which the largest magnitude grew; by its square if the loss has not risen.
-_FACTOR = 100.0
+_FACTOR = 100.0  # by which the largest magnitude grew; its square if the loss has not risen
 # Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root. Of the weights
 # in the healthy trainings of the tests, one that grew by 1.07 before grew by 1.6.
 _GROWN, _USUAL = 5.0, 3
 # Factor by which the norm fell. In those trainings it falls to no less than half between two measurements, except to
 # 1/11 where a WGAN first cuts off its weights.
 _SHRUNK_BY = 30.0
-# Magnitude above which no initialised parameter begins.
-_INITIAL = 1e8
+_INITIAL = 1e8  # the magnitude above which no initialised parameter begins
 # The root mean square of a weight at the start over that of its twins in other layers, of the same shape and with a
 # name that differs only in the numbers of layers: the median, or the smaller of two. Initial weights divided by the
 # root of their layer's number differ by 6.4 in 80 layers.
@@ -175,10 +163,7 @@ def _unlike(rows: Rows, judged: Bools) -> tuple[str, float]:
 
 _NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
 _STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
-
-
-# Minimum number of measurements in a row without any change; one if no parameter has changed.
-_UNCHANGED = 2
+_UNCHANGED = 2  # measurements in a row without any change; one is enough if no parameter has changed
 # Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the rounding error of
 # sums that are zero, as for a bias before a batch norm.
 _ROUNDING = 1e-5
@@ -288,8 +273,7 @@ class UnchangedParameter(Rule):
             self._usual, self._strength = moved / steps / rate, strength
 
 
-# Intervals in a row with equally many changes per step, before one with more is judged.
-_REGULAR = 2
+_REGULAR = 2  # intervals in a row with equally many changes per step, before one with more is judged
 # The loss has risen if a median of so many is above all losses of so many steps before, at most so many steps after the
 # measurement. Without a loss, the norm of the gradients is judged.
 _MEDIAN_OF, _ABOVE, _AFTER = 8, 32, 24
