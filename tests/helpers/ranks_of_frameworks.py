@@ -11,7 +11,6 @@ from helpers.frameworks import forget_accelerators
 from torch import Tensor, nn
 
 import gradstat
-from gradstat._core.host_copy import HostCopy
 
 
 @contextlib.contextmanager
@@ -65,14 +64,6 @@ def spoil(net: nn.Module, places: dict[str, list[int]], value: float) -> None:
                 return gradient.reshape(-1).index_fill(0, torch.tensor(at, dtype=torch.long), value).view_as(gradient)
 
             parameter.register_hook(spoiled)
-
-
-class Travelling(HostCopy):
-    """Pretends that numbers are in transit, as from a GPU."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self.needs_copy = True
 
 
 def assert_alike(values: object) -> None:

@@ -10,7 +10,8 @@ import torch
 from accelerate import Accelerator
 from helpers.frameworks import QUIET, Net, forget_accelerators, samples
 from helpers.ranks import on_ranks
-from helpers.ranks_of_frameworks import Travelling, accelerate_on_ranks, assert_alike
+from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike
+from helpers.travelling import numbers_travel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader
 import gradstat
 from gradstat.integrations.accelerate import install
 from gradstat.monitor import AnomalyError
-from gradstat.monitor.segments import PendingRows
 
 
 def loader(batches: int) -> DataLoader[Any]:
@@ -305,8 +305,7 @@ def test_an_error_of_one_rank_that_the_program_catches_is_raised_once_on_every_r
     raised = []
     with accelerate_on_ranks(), pytest.MonkeyPatch.context() as patch:
         if travels:
-            patch.setattr("gradstat.monitor.ranks.HostCopy", Travelling)
-            patch.setattr(PendingRows, "needs_copy", True)
+            numbers_travel(patch)
         accelerator, model, optimizer, data = prepare()
         with install(accelerator, on_anomaly="raise"):
             for step, (x, y) in enumerate([*data, *data]):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from helpers.frameworks import OF_FRAMEWORKS, QUIET, lightning_trainer
 from helpers.processes import Forks
 from helpers.ranks import on_ranks
-from helpers.ranks_of_frameworks import Travelling, assert_alike, lightning_on_ranks
+from helpers.ranks_of_frameworks import assert_alike, lightning_on_ranks
+from helpers.travelling import numbers_travel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -574,7 +575,7 @@ def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     calls = [([first, False], False), ([False, False], False), ([False, first], False)]
     calls += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradstat.monitor.ranks.HostCopy", Travelling)
+        numbers_travel(patch)
         votes = RankVotes(torch.device("cpu"))
         received = [votes.any_of(wants, wait) for wants, wait in calls]
     assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.frameworks import QUIET, Net, samples, training_arguments
+from helpers.travelling import numbers_travel
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
 from gradstat.monitor import AnomalyError
-from gradstat.monitor.segments import PendingRows
 
 
 def dataset(count: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -147,7 +147,7 @@ def test_a_hidden_loss_is_reported(make: Make, hidden: bool) -> None:
 @QUIET
 def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: there is a sync on logging steps only, and the bad step is still skipped."""
-    monkeypatch.setattr(PendingRows, "needs_copy", True)
+    numbers_travel(monkeypatch)
     trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
     trainer.model.bad_at = {5}  # of step 2
     found_at: list[int] = []

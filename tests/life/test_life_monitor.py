@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.travelling import numbers_travel
 from torch import Tensor, nn
 
 import gradstat
 from gradstat.monitor import AnomalyError
-from gradstat.monitor.segments import PendingRows
 from gradstat.recording import load
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
@@ -318,7 +318,7 @@ def is_close(recorded: float, norm: float) -> bool:
 def test_what_is_recorded_is_what_was_there(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = seed % 2 == 1
     if late:  # pretends that numbers are in transit, so that they are read a step later
-        monkeypatch.setattr(PendingRows, "needs_copy", True)
+        numbers_travel(monkeypatch)
     program = Program(seed, tmp_path, late)
     try:
         for _ in range(4):

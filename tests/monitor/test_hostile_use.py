@@ -22,6 +22,7 @@ import pytest
 import torch
 from helpers.processes import Forks
 from helpers.training import backpropagated, fill
+from helpers.travelling import numbers_travel
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -29,7 +30,6 @@ from typing_extensions import Self
 
 import gradstat
 from gradstat.monitor import AnomalyWarning, Finding, Monitor, Rule, rule
-from gradstat.monitor.segments import PendingRows
 from gradstat.recording import load
 
 EVERYTHING = dict.fromkeys(("parameters", "buffers", "optimizer", "updates", "activations", "outputs"), 1)
@@ -594,7 +594,7 @@ def test_a_monitor_that_goes_out_of_scope_warns_of_its_last_steps_and_writes_its
 def test_steps_whose_numbers_are_still_in_transit_are_read_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PendingRows, "needs_copy", True)
+    numbers_travel(monkeypatch)
     monitor = stepped(save_to=tmp_path / "run.gradstat", options={"lag": 3})
     assert monitor.step(math.nan) == []
     del monitor

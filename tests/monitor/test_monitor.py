@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.training import RECORD, backpropagated, fill
+from helpers.travelling import numbers_travel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
@@ -355,7 +356,7 @@ def test_a_state_is_not_healthy_while_an_error_lasts() -> None:
 
 
 def test_a_snapshot_is_confirmed_however_late_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PendingRows, "needs_copy", True)
+    numbers_travel(monkeypatch)
     model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 2, "lag": 5})
     trained(model, optimizer, monitor, 20)
     model.first.weight.data[0, 0] = math.inf
