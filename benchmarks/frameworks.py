@@ -206,7 +206,8 @@ def wandb(folder: str) -> Iterator[tuple[str, str, Trainings]]:
 
         def log(loss: Tensor) -> None:
             monitor.step(loss)
-            log_report(run, monitor, monitor.steps, per_tensor=("l2_norm",))
+            # The other loop counts the run's steps as well, and wandb leaves out what is logged to an earlier one.
+            log_report(run, monitor, run.step + 1, per_tensor=("l2_norm",))
 
         yield (
             "Weights & Biases steps",

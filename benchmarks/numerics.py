@@ -249,9 +249,8 @@ class Errors:
     total: float = 0.0
     vectors: int = 0
     lost: int = 0
-    family: str = ""
 
-    def add(self, got: Values, exact: Norms, result: torch.dtype, family: str) -> None:
+    def add(self, got: Values, exact: Norms, result: torch.dtype) -> None:
         limits = torch.finfo(result)
         # Norms out of the range of the result's dtype are left out: Inf or 0 is the right answer there.
         there = (exact <= limits.max) & (exact >= limits.smallest_normal)
@@ -261,8 +260,7 @@ class Errors:
         self.vectors += got.size
         self.lost += int(lost.sum())
         self.total += float(errors.sum())
-        if errors.size and errors.max() > self.worst:
-            self.worst, self.family = float(errors.max()), family
+        self.worst = max(self.worst, float(errors.max(initial=0.0)))
 
 
 Key = tuple[torch.dtype, str, str]
@@ -283,7 +281,7 @@ def measure(
                 if batch.vectors.shape[1] <= length:
                     got = provider.norms(batch.vectors[:count]).double().cpu().numpy()
                     about = errors.setdefault((dtype, batch.kind, provider.name), Errors())
-                    about.add(got, exact[:count], provider.result(dtype), batch.family)
+                    about.add(got, exact[:count], provider.result(dtype))
             progress.update(1)
     return errors
 

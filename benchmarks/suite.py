@@ -143,24 +143,24 @@ def lists(plan: Plan) -> Work:
 
 
 GROWING = (cases.CHECK, cases.CLIP, cases.TORCH_CLIP, cases.FOREACH_NORM, cases.NAIVE)
-
-
-def _growing(given: Input) -> list[Provider]:
-    return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(cases.LIMIT)]
-
-
 BYTES = tuple(1 << power for power in range(20, 35))  # to 16 GB, the last two on a GPU only
 BYTES_ON_CPU = 1 << 32
 TENSORS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 20_000)
 
 
+def _growth(plan: Plan, group: str, lists: dict[str, list[Shape]]) -> Work:
+    def choose(given: Input) -> list[Provider]:
+        return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(cases.LIMIT)]
+
+    flush = Flush(plan.device)
+    for what, shapes in lists.items():
+        yield what, partial(compare, plan, flush, group, what, shapes, torch.float32, choose)
+
+
 def growth_in_bytes(plan: Plan) -> Work:
     """One float32 tensor, from 1 MB to 4 GB on a CPU and to 16 GB on a GPU."""
-    flush = Flush(plan.device)
-    for size in BYTES:
-        if _fits(plan, size) and (plan.device.type == "cuda" or size <= BYTES_ON_CPU):
-            what, shapes = f"{size:,} bytes", [(size // 4,)]
-            yield what, partial(compare, plan, flush, "growth in bytes", what, shapes, torch.float32, _growing)
+    sizes = [size for size in BYTES if _fits(plan, size) and (plan.device.type == "cuda" or size <= BYTES_ON_CPU)]
+    return _growth(plan, "growth in bytes", {f"{size:,} bytes": [(size // 4,)] for size in sizes})
 
 
 def growth_in_tensors(plan: Plan) -> Work:
@@ -168,10 +168,7 @@ def growth_in_tensors(plan: Plan) -> Work:
 
     The flush also evicts the tensor objects themselves, which dominates the times.
     """
-    flush = Flush(plan.device)
-    for count in TENSORS:
-        what, shapes = f"{count:,} tensors", [(64,)] * count
-        yield what, partial(compare, plan, flush, "growth in tensors", what, shapes, torch.float32, _growing)
+    return _growth(plan, "growth in tensors", {f"{count:,} tensors": [(64,)] * count for count in TENSORS})
 
 
 def host(plan: Plan) -> Work:
