@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,13 +77,9 @@ def find_culprit(
     expect("step_fn", step_fn, Callable, "a function that runs the step")
     if in_backward():
         raise RuntimeError("find_culprit() cannot run in a hook of a backward pass; call it after backward()")
-    expect("state", state, StepState | Iterable | None, "StepStateKeeper.states or a StepState")
+    states = _states_of(state)
     expect("optimizer", optimizer, Optimizer | Iterable | None, "an optimizer, several, or None")
     scaler = inner_scaler(scaler)
-    states = [state] if isinstance(state, StepState) else list(state or ())
-    for item in states:
-        if not isinstance(item, StepState):
-            raise TypeError(f"state has to be StepStateKeeper.states or a StepState; got {type(item).__name__} in it")
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     named = _all_parameters(model, optimizers)
     inputs = [] if batch is None else list(tensors_in(batch, "batch"))
@@ -95,10 +91,7 @@ def find_culprit(
         undo.rng()
         undo.model(model)
         undo.parameters(p for _, p in named)
-        for _, tensor in inputs:
-            undo.protect(tensor)
-            if tensor.requires_grad and tensor.is_leaf:
-                undo.gradient(tensor)
+        undo.inputs(tensor for _, tensor in inputs)
         undo.no_steps(optimizers)
         if scaler is not None:
             undo.scaler(scaler)
@@ -110,13 +103,7 @@ def find_culprit(
         afterwards.callback(leaves.detach)
         with contextlib.ExitStack() as context:
             context.callback(_restoring_states(model, states, watch).remove)
-            replays.append(None)
-            context.callback(replays.pop)
-            context.enter_context(torch.compiler.set_stance("force_eager"))
-            # Anomaly mode keeps tracebacks with nodes. Warnings of the step are not repeated.
-            context.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            context.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            context.enter_context(_replaying())
             _mark(watch, "input", inputs, may_be_masks=True)
             _mark(watch, "parameter", named)
             _mark(watch, "parameter", model.named_buffers(), may_be_masks=True)
@@ -133,6 +120,28 @@ def find_culprit(
     finally:
         failure = None  # its traceback holds this frame, and with it all tensors of the step
     return None if origin is None else origin.culprit
+
+
+def _states_of(state: StepState | Sequence[StepState] | None) -> list[StepState]:
+    expect("state", state, StepState | Iterable | None, "StepStateKeeper.states or a StepState")
+    states = [state] if isinstance(state, StepState) else list(state or ())
+    for item in states:
+        if not isinstance(item, StepState):
+            raise TypeError(f"state has to be StepStateKeeper.states or a StepState; got {type(item).__name__} in it")
+    return states
+
+
+@contextlib.contextmanager
+def _replaying() -> Iterator[None]:
+    """Compiled models run eagerly, nodes keep tracebacks (anomaly mode), and warnings of the step are not repeated."""
+    replays.append(None)
+    try:
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.autograd.set_detect_anomaly(True, check_nan=False):
+                yield
+    finally:
+        replays.pop()
 
 
 def _blamed_origin(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None:

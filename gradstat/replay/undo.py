@@ -75,6 +75,13 @@ class Undo:
             self._on_restore.callback(_set_data, parameter, data)
             self.gradient(parameter)
 
+    def inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Values, and gradients of leaves, which are None until they are restored."""
+        for tensor in tensors:
+            self.protect(tensor)
+            if tensor.requires_grad and tensor.is_leaf:
+                self.gradient(tensor)
+
     def gradient(self, leaf: Tensor) -> None:
         """Sets the gradient of ``leaf`` to None until it is restored."""
         gradient = leaf.grad
