@@ -256,18 +256,6 @@ def test_links_and_names_of_files_exist(document: Path) -> None:
 # The runner of the pages' code -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def new_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    return tmp_path / "page.md"
-
-
-def run_page(page: Path, text: str) -> None:
-    page.write_text(text)
-    run(list(blocks_of(page)))
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -284,21 +272,15 @@ def run_page(page: Path, text: str) -> None:
         ("<!-- raises: ValueError -->\n", AssertionError),
     ],
 )
-def test_what_is_wrong_fails(new_page: Path, text: str, error: type[Exception]) -> None:
+def test_what_is_wrong_fails(
+    text: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(text)
     with pytest.raises(error):
-        run_page(new_page, text)
-
-
-def test_a_traceback_leads_to_the_line_of_the_page(new_page: Path) -> None:
-    with pytest.raises(NameError) as caught:
-        run_page(new_page, "# Title\n\n```python\nx = 1\n\nnothing\n```\n")
-    last = caught.traceback[-1]
-    assert (Path(last.path), last.lineno + 1) == (new_page, 6)
-
-
-def test_what_monitors_say_is_no_error(new_page: Path) -> None:
-    warned = "import warnings\nfrom gradstat.monitor import AnomalyWarning\nwarnings.warn('so', AnomalyWarning)\n"
-    run_page(new_page, f"```python\n{warned}```\n")
+        run(list(blocks_of(page)))
 
 
 # The notebook docs/tour.ipynb opens with outputs, and they are what its cells put out ------------------------
