@@ -89,15 +89,12 @@ def test_numpy_holds_the_same_numbers(report: gradstat.Report) -> None:
     assert len(gradstat.check_tensors([]).to_numpy()) == 0
 
 
-def test_dict_is_json(report: gradstat.Report) -> None:
+def test_dict_is_json_and_scalars_are_flat_floats(report: gradstat.Report) -> None:
     back = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert back["ok"] is False
     assert back["total_norm"] is None
     assert back["tensors"][3]["first_nonfinite"] == [1, 4]
     assert back["tensors"][0]["dtype"] == "float32"
-
-
-def test_scalars_are_flat_floats(report: gradstat.Report) -> None:
     scalars = report.scalars("g/", per_tensor=["l2_norm"])
     assert all(type(value) is float for value in scalars.values())
     assert scalars["g/inf_count"] == 2.0
