@@ -211,7 +211,6 @@ extern "C" void __ubsan_handle_type_mismatch_v1(void*, void*) {
 
 inline void __syncthreads() { cuda_on_host::block->block_barrier(); }
 inline void __syncwarp() { cuda_on_host::block->warp_barrier(); }
-inline void __threadfence() {}
 
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
