@@ -1,6 +1,7 @@
 """The built-in rules. Each is a small class; its thresholds are constants beside it, with where they come from."""
 
 from gradstat.rules.base import Rule
+from gradstat.rules.beginnings import ConstantWeights, DivergingStart, FarBeginning, HeavyDropout, TinyWeights
 from gradstat.rules.data import BatchRange, ConstantFeature, LabelRange, NonfiniteRank, RepeatedBatch, ReplicaMismatch
 from gradstat.rules.finite import (
     NonfiniteActivation,
@@ -12,9 +13,10 @@ from gradstat.rules.finite import (
     NonfiniteParameter,
 )
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
-from gradstat.rules.learning import NoLearning
+from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, ShrinkingWeights
 from gradstat.rules.learning_rate import LearningRateJump
 from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
+from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, RawTargets, SoftmaxDimension, UnrelatedOutputs
 from gradstat.rules.precision import Underflow
 from gradstat.rules.training import LateClip, LossSpike, OptimizerCoverage
 from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
@@ -52,7 +54,20 @@ RULES: tuple[type[Rule], ...] = (
     ExplodingGradient,
     # Its results.
     UnchangedParameter,
+    HeavyDropout,
+    ConstantWeights,
+    TinyWeights,
+    FarBeginning,
+    ActivatedOutputs,
+    SoftmaxDimension,
+    EqualTargets,
+    NegativeLoss,
+    DivergingStart,
+    GrowingWeights,
+    ShrinkingWeights,
     NoLearning,
+    RawTargets,
+    UnrelatedOutputs,
     SmallSecondMoment,
     LateClip,
 )

@@ -42,6 +42,7 @@ class Rule:
         severity: Severity of its findings, unless a finding has its own.
         causes, advice: Default causes and advice of its findings, the most important first.
         quiet: After this many steps without it, the same problem is reported again.
+        explained_by: Names of rules whose findings explain its own: after one of these it is not asked any more.
     """
 
     name: ClassVar[str] = ""
@@ -49,6 +50,7 @@ class Rule:
     causes: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[tuple[str, ...]] = ()
     quiet: ClassVar[int] = 100
+    explained_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self._episodes = Episodes(self.quiet)

@@ -112,6 +112,15 @@ class Rows(RowValues):
         """L2 norm, of the finite elements like all other values."""
         return self.finite_norm
 
+    @functools.cached_property
+    def norm_of_matrices(self) -> list[float]:
+        """The L2 norm of all matrices together, by step. They are the weights, if these are rows of parameters.
+
+        Others may begin at zero, or be statistics that are kept as parameters.
+        """
+        norms: list[float] = np.linalg.norm(np.nan_to_num(self.l2_norm[:, self.tensors.matrices]), axis=1).tolist()
+        return norms
+
     def series(self) -> Series:
         """The rows in the float32 form that the history keeps."""
         values = np.empty((*self.raw.shape[:2], len(COLUMNS)), dtype=np.float32)
@@ -186,6 +195,14 @@ class RunSettings:
         return next((name for name in self.backward_order if name in names), names[-1])
 
 
+class Losses(NamedTuple):
+    """The finite losses of a window."""
+
+    steps: list[int]
+    rows: list[int]  # positions in `Window.steps`
+    values: list[float]
+
+
 @dataclass(frozen=True)
 class Window:
     """New steps, as rules get them.
@@ -208,6 +225,13 @@ class Window:
     observations: Sequence[Observation] = ()
     latest: Mapping[str, Rows] = field(default_factory=dict)
     outputs: OutputFacts = field(default_factory=OutputFacts)
+
+    @functools.cached_property
+    def losses(self) -> Losses:
+        """The finite losses of these steps."""
+        losses = self.scalars.get("loss", np.empty(0))
+        (rows,) = np.isfinite(losses).nonzero()
+        return Losses(self.steps[rows].tolist(), rows.tolist(), losses[rows].tolist())
 
     def scalar(self, name: str) -> Floats | None:
         """The values of the scalar ``name`` in these steps, or None if there are none."""

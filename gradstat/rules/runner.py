@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +66,7 @@ class RuleRunner:
         # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for rule in self.rules:
-                if id(rule) in self._failed:
+                if id(rule) in self._failed or (rule.explained_by and self.last_steps(rule.explained_by)):
                     continue
                 try:
                     findings += list(rule.review(window))
@@ -147,7 +147,7 @@ class RuleRunner:
         refused = np.flatnonzero(reasons > 1)
         self.refused_at = end - len(reasons) + int(refused[-1]) if len(refused) else self.refused_at
 
-    def last_steps(self, names: set[str]) -> list[int]:
+    def last_steps(self, names: Collection[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
         recorded = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
         return [step for episodes in recorded if isinstance(episodes, Episodes) for step in episodes.values()]

@@ -1,0 +1,187 @@
+"""Rules on beginnings that allow no learning: weights, first losses, and what is left of activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from gradstat.recording.findings import Finding
+from gradstat.rules.base import Rule, median, sizes_of_weights
+from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
+from gradstat.rules.rows import Floats, Window
+
+
+class HeavyDropout(Rule):
+    """A dropout leaves less than a tenth of what it gets."""
+
+    name = "heavy-dropout"
+    causes = ("the probability to keep an element, given as that to drop it",)
+    advice = ("make p= of Dropout the share of elements that become zero",)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("dropped"):
+            if seen.value and not self._episodes:
+                name, step = seen.value[0] or "model", 0 if seen.step <= SOON else seen.step
+                self._episodes.record(name, step)
+                text = f"the dropout of {seen.value[0] or 'the model'} leaves less than a tenth"
+                text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
+                yield self.found(step, name, text, "module", modules=seen.value[:20])
+
+
+def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:
+    """The names of weights that vary, and the size of each in the first step; None if they were not measured.
+
+    A weight keeps the size of signals if its own is about 1. There are none if fewer than two weights vary.
+    """
+    parameters = window.rows("parameter")
+    if parameters is None:
+        return None
+    judged, sizes = sizes_of_weights(parameters, 0)
+    varies = (parameters.field("min") != parameters.field("max"))[0, judged]  # gains may have two dimensions, too
+    if len(judged) < 2:
+        return (), np.empty(0)
+    return tuple(parameters.names[i] for i in np.array(judged)[varies]), sizes[varies]
+
+
+class ConstantWeights(LearningRule):
+    """All elements of each weight are equal in the first step."""
+
+    name = "constant-weights"
+    causes = ("an initialisation that is constant or zero, or was never called",)
+    advice = ("draw weights at random, as reset_parameters() of torch's modules does",)
+
+    def judge(self, window: Window) -> Iterable[Finding]:
+        parameters = window.rows("parameter")
+        if parameters is None:
+            return
+        self._is_over, judged = True, sizes_of_weights(parameters, 0)[0]
+        are_constant = (parameters.field("min") == parameters.field("max"))[0]
+        # Also those of one column, which may be gains: then matrices are left that vary.
+        if len(judged) > 1 and are_constant[judged].all() and are_constant[parameters.tensors.matrices].all():
+            name = parameters.names[judged[0]]
+            text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
+            text += "begin alike stay alike"
+            yield from self.told(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
+
+
+class TinyWeights(LearningRule):
+    """Most weights begin far too small, and the loss has not fallen in the first steps."""
+
+    name = "tiny-weights"
+    causes = ("an initialisation with a factor or a standard deviation far too small",)
+    advice = ("let a weight begin with a standard deviation of about 1 over the root of its number of inputs",)
+
+    # Of the median size. Healthy weights that begin as small learn within the steps below.
+    _SMALL = 0.02
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size, self._weight = math.nan, ""  # the median, and the first one
+
+    def judge(self, window: Window) -> Iterable[Finding]:
+        first = _first_sizes(window) if math.isnan(self._size) else None
+        if first is not None:
+            self._size, self._weight = (median(first[1]), first[0][0]) if first[0] else (math.inf, "")
+        for _ in self.follow(window):
+            if self._count < SOON + HALF:
+                continue
+            self._is_over, now = True, median(self._recent[-HALF:])
+            # A loss may also begin at 0, and rise.
+            is_flat = now > CHANCE * self._chance > 0.01 * now
+            if is_flat and self._size < self._SMALL and not window.run.has_rival:
+                text = f"the median weight begins {self._size:.2g} times as large as keeps signals their size"
+                text += f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
+                yield from self.told(0, self._weight, text, "parameter", size=self._size)
+            return
+
+
+class _FirstLosses(LearningRule):
+    """Base of rules on the first losses of a classifier, which may be sums over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of the first outputs: the share of certain predictions, and the number of labels.
+        self._certain, self._labels = math.nan, 1
+
+    def judge(self, window: Window) -> Iterable[Finding]:
+        looks = window.observed("outputs")
+        if looks and math.isnan(self._certain):
+            self._certain, self._labels = looks[0].value.certain, max(1, looks[0].value.labels)
+        self._look(window)
+        for _ in self.follow(window):
+            self._is_over = True
+            if self._classes:
+                usual, first = math.log(self._classes), abs(self._first[0])
+                yield from self._begun(first, first / self._labels if first > self._labels * usual / 2 else first)
+            return
+
+    def _look(self, window: Window) -> None:
+        """Looks at what else is needed."""
+
+    def _begun(self, first: float, each: float) -> Iterator[Finding]:
+        """Judges a loss that was ``first`` and has come to ``self._first``; ``each`` is that of a sample."""
+        raise NotImplementedError
+
+
+class FarBeginning(_FirstLosses):
+    """The loss of a classifier begins far above that of guessing, and outputs or weights are too large as well."""
+
+    name = "far-beginning"
+    causes = (
+        "inputs that are not normalised, or logits or weights with a factor too many",
+        "weights initialised far too large",
+    )
+    advice = (
+        "normalise inputs, and take factors away from logits and weights",
+        "let a weight begin with a standard deviation of about 1 over the root of its number of inputs",
+    )
+
+    # Times the loss of guessing: healthy classifiers of the tests begin below 2.
+    _FAR = 2.5
+    # Of the predictions are certain, or the median size of weights: a convention.
+    _CERTAIN, _LARGE = 0.3, 5.0
+    # Times the median size, of one weight with a bias. Embeddings and centres of classes have none, and may begin in a
+    # scale of their own.
+    _ODD = 10.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size, self._weight = math.nan, ""
+
+    def _look(self, window: Window) -> None:
+        first, parameters = _first_sizes(window), window.rows("parameter")
+        if first is None or parameters is None or not math.isnan(self._size):
+            return
+        names, sizes = first
+        self._size = median(sizes) if names else 0.0
+        if names and sizes.max() > max(self._LARGE, self._ODD * np.sort(sizes)[(len(sizes) - 1) // 2]):
+            largest = names[int(sizes.argmax())]
+            self._weight = largest if f"{largest.rpartition('.')[0]}.bias" in parameters.names else ""
+
+    def _begun(self, first: float, each: float) -> Iterator[Finding]:
+        usual, share = math.log(self._classes), 0.0 if math.isnan(self._certain) else self._certain
+        if each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE or self._weight):
+            text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
+            text += f"; {share:.0%} of the predictions are certain" * (share > self._CERTAIN)
+            text += f"; {self._weight} begins far larger than other weights" * bool(self._weight)
+            name, about = (self._weight, "parameter") if self._weight else ("loss", "series")
+            yield from self.told(0, name, text, about, loss=first, chance=usual, share=share)
+
+
+class DivergingStart(_FirstLosses):
+    """The loss of a classifier begins well, and rises to several times of that in the first steps."""
+
+    name = "diverging-start"
+    causes = RATES
+    advice = (LOWER,)
+
+    # Times the first loss or that of guessing, by the median: others may have other terms.
+    _RISEN = 5.0
+
+    def _begun(self, first: float, each: float) -> Iterator[Finding]:
+        soon = median(np.abs(self._first))
+        if each < 2 * math.log(self._classes) and soon > self._RISEN * max(first, self._chance):
+            text = f"within {SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
+            yield from self.told(0, "lr", text, loss=soon, first=first)

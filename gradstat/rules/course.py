@@ -1,0 +1,129 @@
+"""What rules on learning have in common: the losses so far, what guessing has, and how far the weights have come."""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from gradstat.recording.findings import Finding
+from gradstat.rules.base import Rule, median
+from gradstat.rules.rows import Window
+
+# Losses are judged after every so many; values of which medians are taken, of the last losses and of the first ones.
+SOON, HALF, SPAN = 16, 32, 64
+# Nothing was learned while the loss is at least this share of that of guessing: as the more frequent classes are
+# learned first, and lower it to less than that.
+CHANCE = 0.97
+# Weights that have changed by more than this have not learned either at this share.
+FLAT = 0.9
+# A gradient's elements cancel up to |sum| / (norm * sqrt(count)), even if it was computed in 16 bits.
+_CANCELS = 3e-4
+# Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. No healthy program of
+# the tests goes as far while its loss stays.
+_SHRUNK, _GROWN = 0.3, 3.0
+
+RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
+DECAY = ("a weight decay that is far too large",)
+LOWER = "lower the learning rate, by a factor of ten at first, and warm it up"
+LOOK = "look at a batch, and at its labels, right before the model"
+
+
+class LearningRule(Rule):
+    """Base of rules that tell once why a training does not learn. They look at windows that have a finite loss.
+
+    The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
+    a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
+    loss of ln C. If the first loss is more than twice that, the loss may be a sum, and the first one counts as chance.
+    If it is less than half of that, the model has learned before and is not judged. Neither is a model whose last layer
+    has other gradients as well, as a tied embedding has, or whose gradients are in bfloat16.
+    """
+
+    quiet = sys.maxsize
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = False  # whether nothing is left to judge
+        self._count = self._classes = 0  # of finite losses; of the softmax that the loss ends with, 0 if there is none
+        self._first: list[float] = []
+        self._recent: list[float] = []
+        self._until = -1  # the last step of which `follow` has taken the loss
+        self._rate, self._is_warm_up = math.nan, False  # whether it has risen in the last `SOON` steps
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        return () if self._is_over or not window.losses.steps else self.judge(window)
+
+    def judge(self, window: Window) -> Iterable[Finding]:
+        """Finds problems in a window with a finite loss."""
+        raise NotImplementedError
+
+    def told(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
+        """A finding as `found` makes it, unless the rule has told one before; it is over then."""
+        self._is_over = True
+        return [self.found(step, name, text, about, **more)] if self._episodes.record(self.name, step) else []
+
+    def follow(self, window: Window, until: float = math.inf) -> Iterator[int]:
+        """Takes the losses that are left up to the step ``until``; yields the row of each `SOON`-th of all."""
+        steps, rows, values = window.losses
+        at, end = bisect_right(steps, self._until), bisect_right(steps, until)
+        if at < end and not self._count:
+            self._classes = _classes_of(window, abs(values[0]))
+        while at < end:
+            more = values[at : min(at + SOON - self._count % SOON, end)]
+            at += len(more)
+            self._count += len(more)
+            self._recent = [*self._recent, *more][-SPAN:]
+            if len(self._first) < SPAN:
+                self._first += more[: SPAN - len(self._first)]
+            self._until = steps[at - 1]
+            if self._count % SOON == 0:
+                if self._count > HALF:
+                    rate = window.value("lr", rows[at - 1])
+                    self._is_warm_up, self._rate = rate > 1.001 * self._rate, rate
+                yield rows[at - 1]
+
+    def take(self, window: Window, until: float = math.inf) -> None:
+        """As `follow`, where losses are judged in other steps."""
+        for _ in self.follow(window, until):
+            pass
+
+    @property
+    def _chance(self) -> float:
+        """The loss of guessing, or what stands for it: the first one, or later ones if that was of an easy batch."""
+        usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
+        if first <= 2 * usual:
+            return usual
+        return first if self._count < SPAN else max(first, median(self._first))
+
+
+def change_in_words(grown: float) -> str:
+    """How far weights have come whose norm is ``grown`` times the first one; empty if not by far, or if it is NaN."""
+    if grown < _SHRUNK:
+        return f"the weights have shrunk to {grown:.2g} of their norm"
+    return f"the weights have grown to {grown:.3g} times their norm" if grown > _GROWN else ""
+
+
+def norms_of_weights(window: Window) -> list[tuple[int, float]]:
+    """The norm of all weights, by step in which it was measured."""
+    rows = window.rows("parameter")
+    return [] if rows is None else [*zip(rows.steps.tolist(), rows.norm_of_matrices, strict=True)]
+
+
+def _classes_of(window: Window, loss: float) -> int:
+    """The number of classes of the softmax that the first ``loss`` ends with; 0 if there is none, or it is small."""
+    gradients = window.rows("gradient")
+    order = () if gradients is None else window.run.backward_order or gradients.names[::-1]
+    last = order[0].rpartition(".")[0] if order else ""  # which may have more than a weight and a bias
+    for name in [*order[:2], *(name for name in order[2:6] if last and name.rpartition(".")[0] == last)]:
+        if gradients is None or name not in gradients.names:
+            continue
+        at = gradients.names.index(name)
+        info, norm = gradients.tensors.infos[at], float(gradients.l2_norm[0, at])
+        if info is None or not info.shape or info.shape[0] < 2 or not norm > 0:
+            continue
+        if abs(float(gradients.field("sum")[0, at])) <= _CANCELS * norm * math.sqrt(info.numel):
+            classes = int(info.shape[0])
+            return classes if loss >= math.log(classes) / 2 else 0
+    return 0
