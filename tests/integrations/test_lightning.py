@@ -142,7 +142,7 @@ def test_a_child_that_the_training_step_calls_is_watched_for_inputs_and_outputs(
     callback = GradstatCallback(on_anomaly="record")
     fit(callback, model)
     found = [(one.rule, one.name) for one in callback.monitor.findings]
-    assert {("no-learning", "logits"), ("nonfinite-batch", "input[0]")} <= set(found)
+    assert {("activation-before-softmax", "logits"), ("nonfinite-batch", "input[0]")} <= set(found)
 
 
 def test_a_clip_by_value_stays_lightnings() -> None:
