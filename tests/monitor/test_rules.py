@@ -23,7 +23,7 @@ import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
 from gradstat.rules import MissingGradient
-from gradstat.rules.output_facts import OutputFacts
+from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window
 from gradstat.rules.runner import RuleRunner
 
@@ -340,6 +340,36 @@ def learning(
     return Story(len(losses), {"loss": losses, **scalars}, tables, looks)
 
 
+def constants(*names: str) -> Story:
+    """Weights of which some are constant."""
+    rows = [row(0.1, numel, min=0.1 if name in names else -0.1) for name, numel in zip(NAMES, (64, 8, 64), strict=True)]
+    return Story(3, {"loss": [1.0] * 3}, {"parameter": Table({0: rows})})
+
+
+def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0) -> OutputFacts:
+    """Outputs of which targets are known: at once, or from a ``loss`` that is an eighth of the squared gradients.
+
+    Their standard deviations are 1 and ``spread``, and they are ``related``.
+    """
+    scale, squares = 0.25 if loss >= 0 else -0.25, 8 * abs(loss)
+    scale = scale if loss else 1.0
+    sums = 64.0, 64 * (1 - related * spread) / scale, 64 * (1 + spread**2 - 2 * related * spread) / scale**2
+    return OutputFacts(fit=Fit(*sums, squares, 64.0, 16.0))
+
+
+def facts(**more: Any) -> OutputFacts:
+    """Outputs whose softmax over 4 classes a loss takes, for 16 labels."""
+    return OutputFacts(**{"classes": 4, "labels": 16, "fit": fitted().fit, **more})
+
+
+def looking(looks: Sequence[OutputFacts | None], losses: float | Sequence[float] = 2.1, **more: Any) -> Story:
+    """Outputs are looked at every 10 steps, or not where there is None."""
+    by_look = [losses] * len(looks) if isinstance(losses, float) else losses
+    story = learning([loss for loss in by_look for _ in range(10)])
+    seen = [Observation("outputs", 10 * i, look) for i, look in enumerate(looks) if look is not None]
+    return replace(story, observations=seen, **more)
+
+
 def splines(last: str) -> Story:
     """A classifier whose last layer has several weights, as in Kolmogorov-Arnold networks."""
     names = ("a.weight", last, "b.spline", "b.scaler")
@@ -382,6 +412,8 @@ MEMORIZING = np.exp(np.interp(np.arange(250), np.arange(0, 260, 10), [
     -3.50, -3.69, -3.86, -3.99, -4.15, -4.41, -4.74, -5.07, -5.41, -5.77, -6.13, -6.48, -6.82,
 ])).tolist()  # fmt: skip
 RIVAL = RunSettings(has_rival=True)
+PROBABILITIES = facts(activation=Activation.PROBABILITIES)
+ERRORS = [0.5, 0.6, 0.7]  # squared ones
 OF_OTHERS = RunSettings(is_torchs=False)  # states of optimizers that are not torch's
 BACKWARDS = RunSettings(("b.weight", "a.bias", "a.weight"))
 SCALED = RunSettings(("module.2.weight", "module.0.weight"), is_scaled=True)
@@ -689,35 +721,72 @@ STORIES: list[tuple[Any, ...]] = [
     ("half of the labels by chance -> no-learning, warning 0 loss: is 2.1 after 256 steps",
      learning([2.1] * 300, certain=0.0, right=0.5), learning([1.8] * 300)),
     ("a last layer of several weights -> no-learning, warning 0 loss: is 2.1 after 256 steps", splines("b.base")),
-    ("a loss without a lowest value -> no-learning, warning 63 loss: has fallen to -8.2",
+    ("a loss without a lowest value -> negative-loss, warning 63 loss: has fallen to -8.2",
      learning([-3.0] * 40 + [-8.2] * 88), learning([-3.0] * 40 + [-8.0] * 88),
      learning([-3.0] * 40 + [-8.2, 1.0] * 44)),
-    ("minus the loss of guessing -> no-learning, warning 47 loss: has fallen to -2.7",
+    ("minus the loss of guessing -> negative-loss, warning 47 loss: has fallen to -2.7",
      learning([-2.1] * 16 + [-2.7] * 32), learning([-2.1] * 16 + [-2.5] * 40), learning([-2.1] * 16 + [-2.7] * 31)),
-    ("certain from the beginning -> no-learning, warning 0 loss: begins at 5.3, guessing among 8 classes gives 2.079",
+    ("certain from the beginning -> far-beginning, warning 0 loss: begins at 5.3, guessing among 8 classes gives 2.079",
      learning([5.3] + [1.0] * 40, certain=0.4), learning([5.1] + [1.0] * 40, certain=0.4),
      learning([5.3] + [1.0] * 40, certain=0.2)),
-    ("a weight that begins large -> no-learning, warning 0 a.weight: a.weight begins far larger than other weights",
+    ("a weight that begins large -> far-beginning, warning 0 a.weight: a.weight begins far larger than other weights",
      learning([5.3] + [1.0] * 40, weights=(1.8, 0.17)), learning([5.1] + [1.0] * 40, weights=(1.8, 0.17)),
      learning([5.3] + [1.0] * 40, weights=(1.8, 0.19)), learning([5.3] + [1.0] * 40, weights=(1.7, 0.01)),
      learning([5.3] + [1.0] * 40, weights=(0.17, 1.8))),
-    ("weights that have grown -> no-learning, warning 50 lr: grown to 10.6 times their norm in 51 steps",
+    ("weights that have grown -> growing-weights, warning 50 lr: grown to 10.6 times their norm in 51 steps",
      learning([1.7] * 64, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1)),
      learning([1.5] * 64, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1)),
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.2, 99.0, 0.2)),
      learning([1.7] * 64, weights=(0.2, 0.2), later=(0.7, 5.0, 0.7)),
      learning([1.7] * 160, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1), when=130)),
-    ("weights that have shrunk -> no-learning, warning 50 weight_decay: shrunk to 0.25 of their norm in 51 steps",
+    ("weights that have shrunk -> shrinking-weights, warning 50 weight_decay: shrunk to 0.25 of their norm in 51 steps",
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
      learning([1.8] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.1, 0.4, 0.1)),
      learning([1.7] * 64, weights=(12.0, 12.0), later=(2.5, 2.5, 2.5))),
-    ("weights that begin small -> no-learning, warning 0 a.weight: the median weight begins 0.02 times as large",
+    ("weights that begin small -> tiny-weights, warning 0 a.weight: the median weight begins 0.02 times as large",
      learning([2.1] * 48, weights=(0.007, 0.007)), learning([2.1] * 48, weights=(0.0072, 0.0072)),
      learning([2.1] * 47, weights=(0.007, 0.007)), learning([2.0] * 48, weights=(0.007, 0.007))),
-    ("losses that explode at once -> no-learning, warning 0 lr: the loss went from 2.1 to 11, by the median",
+    ("losses that explode at once -> diverging-start, warning 0 lr: the loss went from 2.1 to 11, by the median",
      learning([2.1] + [11.0] * 20, lr=[0.1] * 21), learning([2.1] + [10.0] * 20),
      learning([2.1] + [11.0] * 7 + [2.0] * 13)),
+    ("weights that are all equal -> constant-weights, warning 0 a.weight: and so are those of each other weight",
+     constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight")),
+    ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: leaves less than a tenth, and so do 1 more",
+     seen("dropped", ["a.drop", "b.drop"]), seen("dropped", [])),
+    ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: it cannot fall below 0.7437",
+     looking([facts(activation=Activation.UNIT, is_named=True)]), looking([facts(activation=Activation.UNIT)]),
+     looking([facts(is_named=True)])),
+    ("a ReLU before a softmax -> activation-before-softmax, warning 0 logits: are never negative, but often 0",
+     looking([facts(activation=Activation.NEVER_NEGATIVE, is_named=True)])),
+    ("a softmax twice -> activation-before-softmax, warning 0 logits: are probabilities already",
+     looking([PROBABILITIES], 1.25), looking([PROBABILITIES], 1.24), looking([None, PROBABILITIES], 1.25)),
+    ("a softmax twice, later -> activation-before-softmax, warning 20 logits: are probabilities already",
+     looking([facts(), None, PROBABILITIES])),
+    ("a softmax over the samples -> softmax-dimension, warning 10 logits: outputs of the model are a softmax over",
+     looking([facts(is_over_samples=True)] * 2), looking([facts(is_over_samples=True), facts()] * 2)),
+    ("a loss over the samples -> softmax-dimension, warning 10 logits: the loss takes the softmax of the outputs",
+     looking([facts(takes_over_samples=True)] * 2)),
+    ("labels of one class -> equal-targets, warning 0 logits: each of 6 batches looked at, all labels are of the same",
+     looking([facts(label=1)] * 6), looking([facts(label=1)] * 5), looking([facts(label=1), facts()] * 6),
+     looking([facts(label=1)] * 6, run=RIVAL)),
+    ("data sorted by class -> equal-targets, warning 0 logits: in each of 5 batches looked at, all labels are of one",
+     looking([facts(label=i) for i in range(5)]), looking([facts(label=i) for i in range(4)])),
+    ("labels that become equal -> equal-targets, warning 40 logits: of the same class; of 4 before, 4 had several",
+     looking([facts()] * 4 + [facts(label=1)] * 7), looking([facts()] * 4 + [facts(label=1)] * 6),
+     looking([facts()] * 4 + [facts(label=1, fit=None)] * 7)),
+    ("targets that become equal -> equal-targets, warning 40 logits: all targets are equal; of 4 before, 4 had several",
+     looking([fitted()] * 4 + [fitted(spread=0.0)] * 7), looking([fitted(spread=0.0)] * 11, 1.0)),
+    ("minus a squared error -> negative-loss, warning 20 loss: the loss is -0.7, and minus a sum of squares",
+     looking([fitted(-loss) for loss in ERRORS], [-loss for loss in ERRORS]),
+     looking([fitted(loss) for loss in ERRORS], ERRORS)),
+    ("targets in a raw scale -> raw-targets, warning 0 loss: a standard deviation of 51, and the first outputs one",
+     looking([fitted(loss, spread=51.0) for loss in ERRORS], ERRORS),
+     looking([fitted(loss, spread=49.0) for loss in ERRORS], ERRORS)),
+    ("targets of other samples -> unrelated-outputs, warning 0 loss: after 240 steps, as by chance",
+     looking([fitted(related=0.02 * (-1) ** i) for i in range(25)]),
+     looking([fitted(related=0.02 * (-1) ** i) for i in range(24)]),
+     looking([fitted(related=0.02 * (-1) ** i + 0.1) for i in range(25)])),
 ]  # fmt: skip
 by_story = pytest.mark.parametrize(
     ("of_rule", "told", "story", "fine"),
@@ -849,6 +918,15 @@ def test_huge_values_do_not_raise(name: str, size: float) -> None:
 
 
 # What rules look at, and what they are made with ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("later", "told"), [(2.1, "growing-weights"), (0.05, "shrinking-weights"), (0.2, "no-learning")]
+)
+def test_why_nothing_is_learned_is_told_by_one_rule(later: float, told: str) -> None:
+    story = learning([2.1] * 300, weights=(0.2, 0.2), later=(later,) * 3)
+    runner = RuleRunner(default_rules(), 64)
+    assert [found.rule for window in story.windows(50) for found in runner.review(window)] == [told]
 
 
 def test_the_newest_rows_keep_no_others_alive() -> None:
