@@ -19,6 +19,8 @@ SOON, HALF, SPAN = 16, 32, 64
 CHANCE = 0.97
 # Weights that have changed by more than this have not learned either at this share.
 FLAT = 0.9
+# A learning rate still rises if it is more than so many times that of the last look: less is rounding.
+RISES = 1.001
 # A gradient's elements cancel up to |sum| / (norm * sqrt(count)), even if it was computed in 16 bits.
 _CANCELS = 3e-4
 # Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. No healthy program of
@@ -26,7 +28,6 @@ _CANCELS = 3e-4
 _SHRUNK, _GROWN = 0.3, 3.0
 
 RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
-DECAY = ("a weight decay that is far too large",)
 LOWER = "lower the learning rate, by a factor of ten at first, and warm it up"
 LOOK = "look at a batch, and at its labels, right before the model"
 
@@ -81,7 +82,7 @@ class LearningRule(Rule):
             if self._count % SOON == 0:
                 if self._count > HALF:
                     rate = window.value("lr", rows[at - 1])
-                    self._is_warm_up, self._rate = rate > 1.001 * self._rate, rate
+                    self._is_warm_up, self._rate = rate > RISES * self._rate, rate
                 yield rows[at - 1]
 
     def take(self, window: Window, until: float = math.inf) -> None:

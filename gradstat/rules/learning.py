@@ -13,7 +13,6 @@ from gradstat.rules.base import WRONG_SIGN, Records, median, sizes_of_weights
 from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import (
     CHANCE,
-    DECAY,
     FLAT,
     HALF,
     LOWER,
@@ -121,7 +120,7 @@ class ShrinkingWeights(_ChangedWeights):
     """Weights have shrunk to less than a third of their norm, and the loss stays."""
 
     name = "shrinking-weights"
-    causes = DECAY
+    causes = ("a weight decay that is far too large",)
     advice = ("lower weight_decay= of the optimizer, by a factor of ten at first",)
     series = "weight_decay"
 
@@ -148,6 +147,8 @@ class NoLearning(LearningRule):
     _FALLEN, _MANY = 0.05, 8
     # Of the first loss: one with other terms may end above chance, though it has learned.
     _OF_FIRST = 0.7
+    # A share of certain predictions, and a fall of the gradient norm, that tell the cause.
+    _CERTAIN, _FADED = 0.3, 0.01
     # How near to guessing among the samples a loss stays, and from which shares of it it may begin.
     _NEAR, _BEGAN = 0.005, (CHANCE, 1.25)
 
@@ -218,9 +219,9 @@ class NoLearning(LearningRule):
         if change:
             of = GrowingWeights if self._grown > 1 else ShrinkingWeights
             return of.series, of.causes, of.advice, f"; {change}"
-        if share > 0.3:
+        if share > self._CERTAIN:
             return "loss", FarBeginning.causes, FarBeginning.advice, f"; {share:.0%} of the predictions are certain"
-        if norm < 0.01 * self._gradient:
+        if norm < self._FADED * self._gradient:
             causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
             text = f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
             return "norm", causes, self.advice, text

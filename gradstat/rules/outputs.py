@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Records
-from gradstat.rules.course import LOOK, SOON, LearningRule
+from gradstat.rules.course import LOOK, RISES, LearningRule
 from gradstat.rules.output_facts import Activation, OutputFacts
 from gradstat.rules.rows import Window
 
@@ -137,12 +137,6 @@ def targets_of(facts: OutputFacts, loss: float, ratios: Records) -> Targets | No
     )
 
 
-def _is_warm_up(window: Window, step: int) -> bool:
-    """Whether the learning rate has risen in the last steps of ``window`` up to ``step``."""
-    row = int(np.searchsorted(window.steps, step))
-    return window.value("lr", row) > 1.001 * window.value("lr", max(row - SOON, 0))
-
-
 class EqualTargets(LearningRule):
     """In each batch looked at, all labels are of one class, or all targets are equal."""
 
@@ -266,14 +260,16 @@ class UnrelatedOutputs(LearningRule):
         super().__init__()
         self._ratios = Records(3)
         self._related: list[float] = []  # the last correlations, since targets are known
-        self._since = 0  # the last step in which outputs followed
+        self._since, self._lr = 0, math.nan  # the last step in which outputs followed; the rate in the last look
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, facts, loss in () if window.run.has_rival else looks(window):
             targets = targets_of(facts, loss, self._ratios)
             if targets is not None and targets.spread and targets.outputs and not self._is_over:
                 self._related = [*self._related, targets.related][-_BATCHES:] if targets.is_known else []
-                if len(self._related) == _BATCHES and not _is_warm_up(window, step):
+                rate = window.value("lr", int(window.steps.searchsorted(step)))
+                is_warm_up, self._lr = rate > RISES * self._lr, rate
+                if len(self._related) == _BATCHES and not is_warm_up:
                     yield from self._judge_related(step, loss)
 
     def _judge_related(self, step: int, loss: float) -> Iterator[Finding]:
