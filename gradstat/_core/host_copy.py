@@ -72,7 +72,7 @@ class HostCopy:
         # they are copied on request, after a replay.
         self.needs_copy = receive is not None
         self._host: Any = None if self.needs_copy else tensor
-        self._form = tensor.shape, tensor.dtype
+        self._form: Any = (tensor.shape, tensor.dtype) if self.needs_copy else None  # of what arrives
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""

@@ -18,7 +18,6 @@ import gradstat
 from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
 from gradstat._core import backends, multiply
 from gradstat.adaptive import AdaptiveClip, NormClip, tensor_clips
-from gradstat.adaptive._base import ToClip
 
 # The rules in plain Python: each takes the norms of all steps and returns all multipliers -----------------------
 
@@ -266,26 +265,6 @@ def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, de
     units = 1 + 1 + 4 + 3 + 9 + 2 + 3 + 6
     assert clip.summary().decided == 2 * (units - 2)
     assert f" of {2 * (units - 2)} units (" in str(clip.summary())
-
-
-@pytest.mark.parametrize("make", CLIPS[3:], ids=CLIP_IDS[3:])
-def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: str) -> None:
-    scaled, plain = make(), make()
-    parameters = parameters_on(device)
-    scale = 1024.0
-    for step in range(6):
-        give_gradients(parameters, 1.0 if step == 4 else 0.1)
-        if step == 5:
-            parameters[1].grad[0] = math.inf
-        start = [parameter.grad.clone() for parameter in parameters]
-        plain.clip_(parameters)
-        expected = [parameter.grad for parameter in parameters]
-        gradients = [gradient * scale for gradient in start]
-        table = gradstat.stats(gradients)
-        inverse = torch.tensor(1 / scale, device=device)
-        scaled.scale_(ToClip(gradients, list(parameters), str), lambda table=table: table, inverse)
-        torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=0)
-    assert str(scaled.summary()) == str(plain.summary())
 
 
 @pytest.mark.parametrize("make", CLIPS[3:], ids=CLIP_IDS[3:])

@@ -87,8 +87,7 @@ def test_every_order_and_dtype(order: float, dtype: torch.dtype, max_norm: float
     assert_same_as_torch([g.to(device) for g in gradients], backend, max_norm, order)
 
 
-@pytest.mark.parametrize("max_norm", [1.3, math.inf])
-@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize(("max_norm", "bad"), [(1.3, False), (1.3, True), (math.inf, True)])
 @both_ways
 def test_error_if_nonfinite_raises_before_anything_changes(
     bad: bool, max_norm: float, where: tuple[str, str], clip: Clip
@@ -222,8 +221,14 @@ def test_foreach_is_refused_where_torch_has_none() -> None:
 # The halves -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
-@pytest.mark.parametrize("total", [3.0, 0.2, 0.0, -3.0, math.inf, math.nan], ids=str)
+@pytest.mark.parametrize(
+    ("total", "dtype"),
+    [
+        *((total, torch.float32) for total in (3.0, 0.2, 0.0, -3.0, math.inf, math.nan)),
+        *((3.0, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64)),
+    ],
+    ids=str,
+)
 def test_every_dtype_and_norm_given(dtype: torch.dtype, total: float, where: tuple[str, str]) -> None:
     backend, device = where
     gradients: list[Tensor] = [torch.randn(n, device=device).to(dtype) for n in (5, 300)]
