@@ -87,39 +87,43 @@ class Reviewer:
             self._pending.append(pending)
         return self.read(leaving)
 
-    def read(self, leaving: int) -> bool:
+    def read(self, leaving: int, past_findings: bool = False) -> bool:
         """Reads steps until ``leaving`` of them wait, or until there is something to act on before the next.
 
-        Returns whether there is nothing to act on. Waits for the device where the numbers have not arrived.
-        """
-        while len(self._pending) > leaving and not self.new:
-            self._read_one(self._pending.popleft())
-        return not self.new
+        Runs the rules if a step is out of band or a review is due. Waits for the device where numbers have not arrived.
 
-    def _read_one(self, pending: Pending) -> None:
-        """Reads a step, and runs the rules if it is out of band or a review is due."""
-        try:
-            is_nonfinite = self.log.read(pending)
-            self.nonfinite_steps += "nonfinite" in pending.scalars
-            is_out_of_band = is_nonfinite or self.rules.is_out_of_band(pending.scalars)
-            if is_out_of_band:
-                self._measure_state(pending)
-            self.log.take(pending, self._run_rules)
-        except PROPAGATED_ERRORS:
-            raise
-        except Exception:
-            self._unwatched.report_failure(pending.step, "the numbers of a step could not be read")
-            return
-        if is_out_of_band or self.new or pending.step + 1 >= self.rules.next_review:
-            self.review()
-        if not is_nonfinite:
-            self.bad_since = self.raised = None
-        elif self.bad_since is None:
-            self.bad_since = pending.step
-        if self.raised is not None and not self.new:
-            self.new.append(self.raised)
-        if not is_out_of_band:
-            self.healthy_at = pending.step
+        Args:
+            leaving: So many steps stay unread.
+            past_findings: Whether to go on after something was found.
+
+        Returns:
+            Whether there is nothing to act on.
+        """
+        while len(self._pending) > leaving and (past_findings or not self.new):
+            pending = self._pending.popleft()
+            try:
+                is_nonfinite = self.log.read(pending)
+                self.nonfinite_steps += "nonfinite" in pending.scalars
+                is_out_of_band = is_nonfinite or self.rules.is_out_of_band(pending.scalars)
+                if is_out_of_band:
+                    self._measure_state(pending)
+                self.log.take(pending, self._run_rules)
+            except PROPAGATED_ERRORS:
+                raise
+            except Exception:
+                self._unwatched.report_failure(pending.step, "the numbers of a step could not be read")
+                continue
+            if is_out_of_band or self.new or pending.step + 1 >= self.rules.next_review:
+                self.review()
+            if not is_nonfinite:
+                self.bad_since = self.raised = None
+            elif self.bad_since is None:
+                self.bad_since = pending.step
+            if self.raised is not None and not self.new:
+                self.new.append(self.raised)
+            if not is_out_of_band:
+                self.healthy_at = pending.step
+        return not self.new
 
     def _measure_state(self, pending: Pending) -> None:
         """Measures parameters, buffers and optimizer states as well, if they are still those of the step."""
@@ -131,8 +135,7 @@ class Reviewer:
 
     def catch_up(self) -> None:
         """Reads and reviews all steps so far."""
-        while self._pending:
-            self._read_one(self._pending.popleft())
+        self.read(0, past_findings=True)
         self.review()
 
     def without_ranks(self) -> None:
