@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradstat._core.backends import COMPILED_FOR
 from gradstat._core.compiling import never_traced
-from gradstat._core.host_copy import HostCopy
+from gradstat._core.host_copy import HostCopy, HostRows
 from gradstat._core.measure import Spread, measure, resolve_for
-from gradstat._core.measurement import HostRows, Measurement, without_scale
+from gradstat._core.measurement import Measurement, without_scale
 from gradstat._core.native import operators
 from gradstat._core.parameters import Labels, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, name_by_position, readable

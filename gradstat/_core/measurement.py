@@ -1,9 +1,7 @@
-"""`Measurement`: the rows of a list of tensors, as kernels and reductions leave them, and their copy to the host."""
+"""`Measurement`: the rows of a list of tensors, as kernels and reductions leave them."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._core.host_copy import HostCopy
 from gradstat._core.native import Receive
 from gradstat._core.tensors import TensorInfo, by_device, to_device
 
@@ -67,61 +64,6 @@ class Measurement(NamedTuple):
         failed = self.failed > 0
         tables = [torch.where(failed, torch.nan, table) for table in self.tables]
         return self._replace(tables=tables, total=torch.where(failed, torch.nan, self.total))
-
-
-class HostRows:
-    """A `Measurement` being copied to the host, with one copy per device. Holds no device memory."""
-
-    __slots__ = ("_copies", "_failed", "_order", "_total", "infos")
-
-    def __init__(self, measurement: Measurement) -> None:
-        self._copies = list(map(HostCopy, measurement.tables, itertools.repeat(measurement.receive)))
-        self._order = measurement.order
-        self._total = None if measurement.total is None else HostCopy(measurement.total)
-        self._failed = None if measurement.failed is None else HostCopy(measurement.failed)
-        self.infos = measurement.infos
-
-    @property
-    def needs_copy(self) -> bool:
-        """Whether anything has to be copied: False if everything is on the CPU."""
-        for copy in self._copies:  # noqa: SIM110 - a generator takes longer, in every step
-            if copy.needs_copy:
-                return True
-        return False
-
-    def done(self) -> bool:
-        """Whether everything has arrived. Never waits."""
-        others = (copy for copy in (self._total, self._failed) if copy is not None)
-        return all(copy.done() for copy in (*self._copies, *others))
-
-    def table(self) -> Any:
-        """The rows in the order of the tensors; waits for the copies, once per device."""
-        if self._order is None and len(self._copies) == 1:
-            return self._copies[0].wait()
-        if not self._copies:
-            return np.empty((0, _fields.COUNT))
-        joined = np.concatenate([copy.wait() for copy in self._copies])
-        return joined if self._order is None else joined[np.argsort(self._order)]
-
-    def total(self) -> Any:
-        """The total row over all tensors and ranks, or None if no tensor is distributed; waits for it.
-
-        Raises RuntimeError if another rank could not measure its part.
-        """
-        if self._total is None:
-            return None
-        failed = 0.0 if self._failed is None else float(self._failed.wait())
-        if math.isinf(failed):
-            raise RuntimeError(
-                "other ranks have other tensors, so the result is unknown; see the errors on those ranks. All ranks "
-                "have to pass the same tensors in the same order"
-            )
-        if failed:
-            raise RuntimeError(
-                f"{failed:.0f} other rank{'s' * (failed != 1)} failed to measure their shards, so the result is "
-                "unknown; see the errors on those ranks"
-            )
-        return self._total.wait()[0]
 
 
 def without_scale(rows: Any, loss_scale: float | None) -> Any:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from gradstat import guard as guards
 from gradstat._core import norms
-from gradstat._core.host_copy import Streams, on_streams, streams_of
+from gradstat._core.host_copy import HostRows, Streams, on_streams, streams_of
 from gradstat._core.measure import Spread, measure_step, resolve_for
-from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.measurement import Measurement
 from gradstat._core.multiply import scale_, unscale_
 from gradstat._core.norms import DIVISOR, LOSS_SCALE, MULTIPLIER, NORM, REASON, SKIP, Decision, StepRequest
 from gradstat._core.parameters import Gradients, Labels, NamedParameters, gradients_of, labels_of, named_parameters_of

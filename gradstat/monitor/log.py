@@ -52,7 +52,7 @@ class LatestStep(NamedTuple):
         numbers = pending.numbers[0]
         names, positions = numbers.segments[0].names, numbers.segments[0].positions
         count = numbers.segments[0].measured
-        rows, total = numbers.table()[:count], numbers.total()
+        rows, total = numbers.rows.table()[:count], numbers.rows.total()
         scale = pending.scalars.get("loss_scale")
         if pending.is_scaled and scale:
             rows, total = without_scale(rows, scale), without_scale(total, scale)
@@ -60,7 +60,7 @@ class LatestStep(NamedTuple):
         report = Report(
             lambda: names if positions is None else [names[position] for position in positions],
             rows,
-            numbers.infos[:count],
+            numbers.rows.infos[:count],
             lambda: [names[position] for position in missing],
             loss_scale=scale,
             total=total,
@@ -99,16 +99,18 @@ class StepLog:
 
     def read(self, pending: Pending) -> bool:
         """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
-        numbers, scalars = pending.numbers[0], pending.scalars
-        sums = numbers.sums_of_first()
+        (segments, rows, *_), scalars = pending.numbers[0], pending.scalars
+        table, first = rows.table(), segments[0]
+        count = len(first.names if first.positions is None else first.positions)
+        with np.errstate(over="ignore"):  # of elements near the largest float64
+            summands = rows.total()[None] if rows.has_total else table[:count]  # the total is that of all ranks
+            sums: list[float] = summands[:, _fields.SUMMED].sum(0).tolist()
         norm = float(l2_norm_of(np.array(sums))) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         is_nonfinite = sums[_NAN] != 0 or sums[_INF] != 0
         if pending.on_device:
             # If gradients are distributed, every segment has a table of its own.
-            rows, first = numbers.table(), numbers.segments[0].measured
-            if len(numbers.segments) == 1:
-                rows, first = pending.numbers[1].table(), 0
-            for name, row in zip(pending.on_device, rows[first:].tolist(), strict=False):
+            of_scalars = table[count:] if len(segments) > 1 else pending.numbers[1].rows.table()
+            for name, row in zip(pending.on_device, of_scalars.tolist(), strict=False):
                 # The sum of one element is the element; the counts tell whether it is NaN or Inf.
                 scalars[name] = math.nan if row[_NAN] else math.inf if row[_INF] else row[_SUM]
         if pending.is_scaled:
@@ -153,7 +155,7 @@ class StepLog:
             at = slice(start, start + segment.measured)
             start = at.stop
             if segment.kind != "scalars":  # they become numbers by name
-                parts.append((segment, at, self._tensors_of(segment, numbers.infos[at])))
+                parts.append((segment, at, self._tensors_of(segment, numbers.rows.infos[at])))
         return parts
 
     def _tensors_of(self, segment: Segment, measured: Sequence[TensorInfo]) -> TensorSet:
@@ -181,9 +183,9 @@ class StepLog:
         last: PendingRows | None = None
         for one in closed:
             for numbers in one.numbers:
-                if last is None or numbers.segments is not last.segments or numbers.infos is not last.infos:
+                if last is None or numbers.segments is not last.segments or numbers.rows.infos is not last.rows.infos:
                     last, parts = numbers, self._parts_of(numbers)
-                table = numbers.table()
+                table = numbers.rows.table()
                 for segment, at, tensors in parts:
                     kind, measured = segment.kind, table[at, : _fields.COUNT]  # distributed tensors have one more
                     if kind == "label":

@@ -207,7 +207,7 @@ class Monitor(Results):
             if pending is not None and responder.prepares:
                 responder.prepare(pending, loss)
             # On the CPU nothing is copied, so there is nothing to wait for.
-            leaving = self._lag if pending is None or pending.numbers[0].needs_copy else 0
+            leaving = self._lag if pending is None or pending.numbers[0].rows.needs_copy else 0
             is_quiet = self.reviewer.take(pending, leaving)
         if not is_quiet:
             responder.respond(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gradstat._core import native
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, Trained, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
@@ -21,21 +23,14 @@ from gradstat._step import loss_scale
 from gradstat.check import check_tensors
 from gradstat.guard import checked_value, last_guards
 from gradstat.monitor.arguments import Settings
-from gradstat.monitor.probes.activations import Activations
-from gradstat.monitor.probes.backward_order import BackwardOrder
-from gradstat.monitor.probes.base import Leaves, Pending, Probe, Watched, measurable, own_shards
+from gradstat.monitor.probes.base import Leaves, Pending, Probe, Run, measurable, own_shards
 from gradstat.monitor.probes.inputs import Inputs
-from gradstat.monitor.probes.model import Dropped, Untrained, leaves_of
+from gradstat.monitor.probes.model import BackwardOrder, ModelFacts, leaves_of
 from gradstat.monitor.probes.optimizer import OptimizerSteps
 from gradstat.monitor.probes.outputs import Outputs
+from gradstat.monitor.probes.passes import Activations
 from gradstat.monitor.probes.ranks import Batches, Origin, Replicas
-from gradstat.monitor.probes.state import (
-    Buffers,
-    OptimizerStates,
-    ParameterValues,
-    Updates,
-    parameters_of,
-)
+from gradstat.monitor.probes.state import Buffers, OptimizerStates, ParameterValues, Updates, parameters_of
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
 from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
@@ -44,22 +39,11 @@ from gradstat.rules.rows import Observation, rate_name
 
 _P = TypeVar("_P", bound=Probe)
 
-# All probes, in the order in which they are asked. `Origin` is first, since it may refuse the model.
+# In the order in which they are asked.
 _PROBES: tuple[type[Probe], ...] = (
-    Origin,
-    OptimizerSteps,
-    Inputs,
-    Updates,
-    Outputs,
-    Replicas,
-    Batches,
-    ParameterValues,
-    Buffers,
-    OptimizerStates,
-    Activations,
-    Dropped,
-    Untrained,
-)
+    OptimizerSteps, Inputs, Updates, Outputs, Replicas, Batches, ParameterValues, Buffers, OptimizerStates, Activations,
+    ModelFacts,
+)  # fmt: skip
 
 
 class Recorder:
@@ -85,10 +69,13 @@ class Recorder:
         self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self._noted: dict[str, float] = {}
         self._leaves: dict[str, Leaves] = {}
-        engine = self._engine = trained.named_parameters().engine
+        engine, helpers = settings.engine, native.helpers()
+        self._engine, of_engine = engine, functools.partial(gradients_of, engine=engine)
+        self._gradients_of = of_engine if engine is not None or helpers is None else helpers.gradients_of
         self.inner = trained.model if engine is None else engine.module
-        watched = Watched(settings, trained, self.inner, unwatched, source, self._noted, self._leaves)
-        probes = [kind.of(watched) for kind in _PROBES]
+        run = Run(settings, trained, self.inner, unwatched, source, self._noted, self._leaves)
+        origin, self._order = Origin.of(run), BackwardOrder(run)  # they may refuse a model, before there are hooks
+        probes = [origin, self._order, *(kind.of(run) for kind in _PROBES)]
         self._probes = [probe for probe in probes if probe is not None]
         # Most steps are quiet: only what is due in every step is due, and nothing is due early.
         self._quiet = self._due = [probe for probe in self._probes if probe.period == 1]
@@ -99,8 +86,7 @@ class Recorder:
         self._on_device: list[str] = []
         self._named: NamedParameters | None = None  # of the last step
         self._last_seen: tuple[Sequence[str], list[weakref.ref[Tensor]]] = ((), [])
-        self._order, self._inputs = BackwardOrder(watched), self._probe(Inputs)
-        self._probes.append(self._order)
+        self._inputs = self._probe(Inputs)
         self._prepare(0)
 
     def _probe(self, kind: type[_P]) -> _P | None:
@@ -122,7 +108,7 @@ class Recorder:
             self._prepare(step + 1)
         self.first_gradient = None, 0
         named = self.trained.named_parameters()
-        tensors, positions, missing = gradients_of(named.parameters, named.engine)
+        tensors, positions, missing = self._gradients_of(named.parameters)
         if tensors and isinstance(tensors[0], Tensor):  # a shard of an engine's buffer is in no ``.grad``
             self.first_gradient = weakref.ref(tensors[0]), tensors[0]._version
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self.optimizer)
@@ -150,7 +136,7 @@ class Recorder:
         for probe in due:
             # Gradients are measured even if this fails: other ranks wait in their collectives.
             try:
-                for segment, more in probe.take(pending, named):
+                for segment, more in probe.take(pending, named) or ():
                     segments.append(segment)
                     tensors += more
             except PROPAGATED_ERRORS:  # noqa: PERF203 - in most steps there is one
@@ -273,7 +259,7 @@ class Recorder:
 
     def resume(self, step: int) -> None:
         """Prepares for ``step`` of a resumed run, whose backward order is known."""
-        self._order.remove()
+        self._order.stop()
         self.forget()
         self._prepare(step)
 
@@ -287,7 +273,6 @@ class Recorder:
         for probe in self._probes:
             probe.forget()
             probe.remove()
-        self._probes, self._quiet, self._due = [], [], []
 
     # What is known of the run ----------------------------------------------------------------------------
 

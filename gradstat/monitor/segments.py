@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -14,8 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gradstat import _fields
 from gradstat._core import norms
 from gradstat._core.collectives import UnreachableRankError
+from gradstat._core.host_copy import HostRows
 from gradstat._core.measure import Spread, measure, measure_ordinary
-from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_not_measured
 from gradstat.recording.kinds import STATE, kind_of
 
@@ -35,27 +35,21 @@ class Segment(NamedTuple):
         return len(self.names if self.positions is None else self.positions)
 
 
-class PendingRows(HostRows):
-    """Rows of some segments that are being copied to the host."""
+class PendingRows(NamedTuple):
+    """Rows of some segments that are being copied to the host, and what is made of the first segment on its device."""
 
-    __slots__ = ("flag", "norm", "segments")
+    segments: list[Segment]
+    rows: HostRows
+    flag: Tensor | None = None  # 1 if it has NaN or Inf
+    norm: Tensor | None = None
 
-    def __init__(self, segments: list[Segment], measured: Measurement, reduce_to: ReduceTo = None) -> None:
-        """``reduce_to`` is made on the device: ``flag``, 1 if the first segment has NaN or Inf; and its ``norm``."""
-        super().__init__(measured)
-        self.segments = segments
-        self.flag = self.norm = None
-        if reduce_to is not None and measured.tables:
-            first = _first(segments[0].measured, measured)
-            self.flag = norms.any_nonfinite(first).to(torch.float32)
-            self.norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
-
-    def sums_of_first(self) -> list[float]:
-        """The summed fields of the first segment, on all ranks; waits, and raises if another rank failed."""
-        rows = self.table()[: self.segments[0].measured] if self._total is None else self.total()[None]
-        with np.errstate(over="ignore"):  # of elements near the largest float64
-            sums: list[float] = rows[:, _fields.SUMMED].sum(0).tolist()
-        return sums
+    @classmethod
+    def of(cls, segments: list[Segment], measured: Measurement, reduce_to: ReduceTo = None) -> PendingRows:
+        if reduce_to is None or not measured.tables:
+            return cls(segments, HostRows(measured))
+        first = _first(segments[0].measured, measured)
+        norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
+        return cls(segments, HostRows(measured), norms.any_nonfinite(first).to(torch.float32), norm)
 
 
 def _first(count: int, measured: Measurement) -> Tensor:
@@ -95,7 +89,9 @@ def measure_segments(
     )
     measured = None if is_awaited else measure_ordinary(tensors, backend, to_host=True)
     if measured is not None:
-        return [PendingRows(segments, measured, reduce_to)]
+        if reduce_to is None:  # the usual case
+            return [PendingRows(segments, HostRows(measured))]
+        return [PendingRows.of(segments, measured, reduce_to)]
     parts = []
     for i, segment in enumerate(segments):
         some, tensors = tensors[: segment.measured], tensors[segment.measured :]
@@ -105,7 +101,7 @@ def measure_segments(
         parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
     if not is_awaited and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
-        return [PendingRows(segments, measure(tensors, lambda i: _name_of(segments, i), backend), reduce_to)]
+        return [PendingRows.of(segments, measure(tensors, lambda i: _name_of(segments, i), backend), reduce_to)]
     numbers, error = [], None  # the error of the gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
@@ -124,7 +120,7 @@ def measure_segments(
                 left_out.setdefault(segment.kind, []).append(f"{segment.names[0]!r} and others: {raised}")
         else:
             # If another rank could not measure its shard, the merged rows are NaN.
-            numbers.append(PendingRows([segment], rows.nan_if_failed(), None if i else reduce_to))
+            numbers.append(PendingRows.of([segment], rows.nan_if_failed(), None if i else reduce_to))
     if error is not None:
         raise error
     return numbers

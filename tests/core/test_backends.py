@@ -193,8 +193,8 @@ LAYERS = {
     "gradstat._core": """
         text
         | files importing warn compiling collectives nested wrappers norms tensors engines announce
-        | native reference saved hooks | backends parameters host_copy
-        | measurement agreement | sharded | measure | multiply | __init__
+        | native reference saved hooks | backends parameters measurement
+        | host_copy agreement | sharded | measure | multiply | __init__
     """,
     "gradstat.monitor": """
         unwatched options policies actions segments flight_file source ranks

@@ -12,7 +12,8 @@ from helpers.devices import parameter_with
 from torch import nn
 
 import gradstat
-from gradstat._core.measurement import HostRows, Measurement
+from gradstat._core.host_copy import HostRows
+from gradstat._core.measurement import Measurement
 
 
 def trained(model: nn.Module, features: int = 6) -> nn.Module:

@@ -34,8 +34,8 @@ from torch.overrides import TorchFunctionMode
 import gradstat
 from gradstat._core import sharded
 from gradstat._core.engines import FlatShard
+from gradstat._core.host_copy import HostRows
 from gradstat._core.measure import Spread, measure
-from gradstat._core.measurement import HostRows
 from gradstat.report import Report
 
 

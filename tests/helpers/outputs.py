@@ -21,5 +21,5 @@ class SeenOutputs:
     def take(self) -> OutputFacts | None:
         """The facts of the last pass since the last call."""
         step, nothing = Pending(0, [], [], {}, False, [], {}), None
-        assert not [*self._probe.take(step, nothing)]
+        assert self._probe.take(step, nothing) is None
         return step.late["outputs"]() if step.late else None

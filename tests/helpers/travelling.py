@@ -3,8 +3,7 @@
 import pytest
 from torch import Tensor
 
-from gradstat._core.host_copy import HostCopy
-from gradstat.monitor.segments import PendingRows
+from gradstat._core.host_copy import HostCopy, HostRows
 
 
 class Travelling(HostCopy):
@@ -17,5 +16,5 @@ class Travelling(HostCopy):
 
 def numbers_travel(patch: pytest.MonkeyPatch) -> None:
     """Pretends that what monitors measure, and votes of ranks, are in transit."""
-    patch.setattr(PendingRows, "needs_copy", True)
+    patch.setattr(HostRows, "needs_copy", True)
     patch.setattr("gradstat.monitor.ranks.HostCopy", Travelling)

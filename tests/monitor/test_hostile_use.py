@@ -232,7 +232,7 @@ USES: dict[str, Use] = {
     "fails to read": fails_in("log.StepLog.read", "could not be read"),
     "fails to review": fails_in("log.StepLog.close", "could not review the last steps", loses=frozenset({4, 5})),
     "fails to look at a batch": fails_in("recorder.Recorder.inspect_batch", "a batch could not be inspected"),
-    "fails in a hook": fails_in("probes.activations.stats", "the hook Activations.measure of 'down'"),
+    "fails in a hook": fails_in("probes.passes.stats", "the hook Activations.measure of 'down'"),
     "fails to measure outputs": fails_in("probes.outputs.Outputs.measure", "no memory left"),
 }  # fmt: skip
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 import gradstat
+from gradstat._core.host_copy import HostRows
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Golden, Rule, default_rules, rule
-from gradstat.monitor.segments import PendingRows
 from gradstat.recording.kinds import in_order
 from gradstat.rules import LossSpike
 
@@ -134,11 +134,10 @@ def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
     monkeypatch: pytest.MonkeyPatch, needs_copy: bool, lag: int
 ) -> None:
     """On a CPU they are read at once, whatever the lag."""
-    asked: set[PendingRows] = set()
-    for name in ("sums_of_first", "table"):
-        read = getattr(PendingRows, name)
-        monkeypatch.setattr(PendingRows, name, lambda self, read=read: (asked.add(self), read(self))[1])
-    monkeypatch.setattr(PendingRows, "needs_copy", needs_copy)
+    asked: set[HostRows] = set()
+    read = HostRows.table
+    monkeypatch.setattr(HostRows, "table", lambda rows: (asked.add(rows), read(rows))[1])
+    monkeypatch.setattr(HostRows, "needs_copy", needs_copy)
     model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
     late = lag if needs_copy else 0

@@ -1,10 +1,10 @@
-"""`Probe`: what a monitor records in some steps; with what probes are made for, `Watched`, and add to, `Pending`."""
+"""`Probe`: what a monitor records in some steps; with what probes are made for, `Run`, and add to, `Pending`."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import Unwatched
 from gradstat.rules.rows import Observation
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 Part: TypeAlias = tuple[Segment, list[Tensor]]
 """Tensors of one kind, to be measured together with the gradients."""
 
@@ -28,7 +25,7 @@ Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int]]
 """Parameters, each with its version."""
 
 
-class Watched(NamedTuple):
+class Run(NamedTuple):
     """The run that probes are made for."""
 
     settings: Settings  # the monitor's
@@ -66,19 +63,22 @@ class Probe:
         early: Steps in which it is due besides.
         lost: What is told if `take` fails.
         period: It is due every so many steps; 0 for never.
+        handles: Of its hooks, which are removed with it.
     """
 
     watch = "gradients"
     early: frozenset[int] = frozenset()
     lost = "parameters, buffers or optimizer states could not be measured"
 
-    def __init__(self, watched: Watched) -> None:
-        self.period = watched.settings.periods[self.watch]
+    def __init__(self, run: Run) -> None:
+        self.run, self.period = run, run.settings.periods[self.watch]
+        self.handles: list[Any] = []
+        self._remove = removed_with(self, self.handles)
 
     @classmethod
-    def of(cls, watched: Watched) -> Self | None:
+    def of(cls, run: Run) -> Probe | None:
         """A probe for a run, None if the run does not ask for it."""
-        return cls(watched) if watched.settings.periods[cls.watch] else None
+        return cls(run) if run.settings.periods[cls.watch] else None
 
     def is_due(self, step: int) -> bool:
         return (self.period > 0 and step % self.period == 0) or step in self.early
@@ -97,7 +97,7 @@ class Probe:
         """What can be measured at any time, also between two steps."""
         return []
 
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part] | None:
         """What is to be measured in ``step``. Observations, and rows that are measured already, are added to it."""
         return self.state(named)
 
@@ -105,24 +105,21 @@ class Probe:
         """Drops what was kept for the coming step, because the parameters were changed from outside."""
 
     def remove(self) -> None:
-        """Removes the hooks."""
+        self._remove()
 
 
 class HookedProbe(Probe):
     """A probe with hooks that are switched off in steps where it is not due, which is cheaper than a test in each."""
 
-    def __init__(self, watched: Watched, hooks: dict[Hook, Any]) -> None:
+    def __init__(self, run: Run, hooks: dict[Hook, Any]) -> None:
         """``hooks`` come with their handles."""
-        super().__init__(watched)
+        super().__init__(run)
         self.hooks = list(hooks)
-        self._remove = removed_with(self, list(hooks.values()))
+        self.handles += hooks.values()
 
     def switch(self, on: bool) -> None:
         for hook in self.hooks:
             hook.on = on
-
-    def remove(self) -> None:
-        self._remove()
 
 
 def own_shards(named: NamedParameters) -> list[Any]:

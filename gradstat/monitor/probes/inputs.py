@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from gradstat._core.host_copy import peek_interpreter_stack
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters
 from gradstat.check import stats
-from gradstat.monitor.probes.base import HookedProbe, Part, Pending, Watched, is_plain, measurable
+from gradstat.monitor.probes.base import HookedProbe, Part, Pending, Run, is_plain, measurable
 from gradstat.monitor.probes.passes import PassRows, called
 from gradstat.monitor.segments import PendingRows, Segment
 from gradstat.replay.step_state import in_backward, is_replaying
@@ -36,47 +36,37 @@ class Inputs(HookedProbe):
     watch = "batch"
     lost = "the inputs of the model could not be measured"
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, run: Run) -> None:
         hook = Hook(self.keep)
-        handle = hook_forward(called(watched.model), hook, before=True, with_kwargs=True)
-        super().__init__(watched, {hook: handle})
-        self._backend, self._ignore_index = watched.settings.options.backend, watched.settings.options.ignore_index
-        classes = watched.settings.classes
+        handle = hook_forward(called(run.model), hook, before=True, with_kwargs=True)
+        super().__init__(run, {hook: handle})
+        classes = run.settings.classes
         self._classes = dict(classes) if isinstance(classes, Mapping) else classes
         # In steps in which parameters are measured, features that are the same in all samples are looked for.
-        self._looks = watched.settings.periods["parameters"]
-        self._segment = Segment("input", ())
+        self._telling = run.settings.periods["parameters"]
+        self._segment = Segment("input", ())  # of the last pass with inputs
         self.forget()
 
     def forget(self) -> None:
         self._batch: _Batch | None = None
-        self._earlier = PassRows()  # the rows of earlier passes
-        self._passes = 0
-        self._begin_pass()
-
-    def _begin_pass(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
-        self._integers: list[tuple[str, Tensor]] = []  # such as tokens; not measured
-        self._has_others = False  # whether it got tensors of other kinds
-
-    # A batch ---------------------------------------------------------------------------------------------
+        self._last, self._passes = _NOTHING, 0
+        self._earlier = PassRows()
 
     def inspect(self, step: int, batch: Any) -> list[Observation]:
         """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
         observations: list[Observation] = []
-        found = self._batch = _Batch(self._looks > 0 and step % self._looks == 0)
+        self._batch = _Batch(self._telling > 0 and step % self._telling == 0)
         for path, tensor in tensors_in(batch, "batch"):
             if not tensor.numel() or tensor.is_meta:
                 continue
             if measurable(tensor):
-                found.add("batch", path, tensor.detach())
+                self._batch.add("batch", path, tensor.detach())
             elif self._classes_of(path) and tensor.layout is torch.strided and _is_integer(tensor):
-                low, high = torch.aminmax(torch.where(tensor == self._ignore_index, 0, tensor))
+                low, high = torch.aminmax(torch.where(tensor == self.run.settings.options.ignore_index, 0, tensor))
                 if tensor.device.type == "cpu":
                     observations += self.check_label_range(step, path, float(low), float(high))
                 else:
-                    found.tensors["label"][path] = torch.stack([low, high]).to(torch.float64)
+                    self._batch.tensors["label"][path] = torch.stack([low, high]).to(torch.float64)
         return observations
 
     def _classes_of(self, path: str) -> int | None:
@@ -90,78 +80,83 @@ class Inputs(HookedProbe):
             return []
         return [Observation("label", step, {"name": path, "low": int(low), "high": int(high), "classes": classes})]
 
-    # Inputs ----------------------------------------------------------------------------------------------
-
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying():
             return
-        passes = self._passes + 1
-        if passes > _MOST_PASSES or peek_interpreter_stack() is not None:  # torch.func's tensors must not be kept
+        if self._passes >= _MOST_PASSES or peek_interpreter_stack() is not None:  # a transform's tensors are not kept
             return
-        if self._tensors:
+        if self._last.tensors:
             self._merge()
-        self._passes = passes
-        self._begin_pass()
-        names = []
+        self._passes += 1
+        names, tensors, integers, has_others = [], [], [], False
         for path, tensor in [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]:
             # What another model has computed is no data.
             if tensor.is_leaf and is_plain(tensor) and not tensor.is_inference():
                 names.append(path)
-                self._tensors.append(tensor)
-                self._versions.append(tensor._version)
+                tensors.append(tensor)
             elif tensor.dtype in _INTEGERS:
-                self._integers.append((path, tensor))
+                integers.append((path, tensor))
             else:
-                self._has_others = True
+                has_others = True
         if tuple(names) != self._segment.names:  # else the same object, which need not be compared
             self._segment = Segment("input", tuple(names))
+        self._last = _Pass(self._segment, tensors, list(map(_version_of, tensors)), integers, has_others)
 
     def _merge(self) -> None:
         """Measures what is kept, and merges its rows with those of earlier passes."""
-        segment, tensors = self._unchanged()
-        if tensors:
+        last, self._last = self._last.unchanged(), _NOTHING
+        if last.tensors:
             with torch.no_grad():
-                rows = stats(tensors, backend=self._backend)
-                for path, tensor, row in zip(segment.names, tensors, rows.split(1), strict=True):
+                rows = stats(last.tensors, backend=self.run.settings.options.backend)
+                for path, tensor, row in zip(last.segment.names, last.tensors, rows.split(1), strict=True):
                     self._earlier.add(path, row, [tensor])
 
-    def _unchanged(self) -> tuple[Segment, list[Tensor]]:
-        """What the last pass got and is not taken yet, without tensors that were changed in place in the meantime."""
-        segment, tensors, versions = self._segment, self._tensors, self._versions
-        self._passes = 0
-        self._begin_pass()
-        if list(map(_version_of, tensors)) == versions:
-            return segment, tensors
-        same = [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
-        kept = [(name, t) for name, t, is_same in zip(segment.names, tensors, same, strict=False) if is_same]
-        return Segment("input", tuple(name for name, _ in kept)), [tensor for _, tensor in kept]
+    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part] | None:
+        batch, self._batch = self._batch, None
+        if self._earlier.seen:
+            self._merge()
+            names, measured = self._earlier.take()
+            step.numbers.append(PendingRows.of([Segment("input", names)], measured))
+        last, self._last, self._passes = self._last, _NOTHING, 0
+        if list(map(_version_of, last.tensors)) != last.versions:
+            last = last.unchanged()
+        is_telling = self._telling > 0 and step.step % self._telling == 0
+        if batch is None and not is_telling:  # the usual case
+            return [(last.segment, last.tensors)] if last.tensors else None
+        batch = batch or _Batch(is_telling)
+        batch.add_inputs(last)
+        return batch.parts()
 
-    def _telling_integers(self) -> list[tuple[str, Tensor]]:
-        """The integer inputs of the last pass, such as tokens and masks, and their names; without labels.
+
+class _Pass(NamedTuple):
+    """What a model was called with."""
+
+    segment: Segment
+    tensors: list[Tensor]
+    versions: list[int]
+    integers: list[tuple[str, Tensor]]  # such as tokens; not measured
+    has_others: bool  # whether it got tensors of other kinds
+
+    def unchanged(self) -> _Pass:
+        """Without tensors that were changed in place in the meantime."""
+        named = zip(self.segment.names, self.tensors, self.versions, strict=True)
+        kept = {name: tensor for name, tensor, version in named if tensor._version == version}
+        if len(kept) == len(self.tensors):
+            return self
+        return self._replace(segment=Segment("input", tuple(kept)), tensors=list(kept.values()), has_others=True)
+
+    def telling_integers(self) -> list[tuple[str, Tensor]]:
+        """The integer inputs, such as tokens and masks, and their names; without labels.
 
         Empty if it is not known of every input whether it is the same in all samples.
         """
         # A number, such as the Trainer's number of tokens in all micro-batches, is the same for all samples anyway.
-        inputs = [(path, tensor) for path, tensor in self._integers if path != _LABELS and tensor.dim()]
-        if self._has_others or self._earlier.seen or list(map(_version_of, self._tensors)) != self._versions:
-            return []
-        every = [*(tensor for _, tensor in inputs), *(tensor for tensor in self._tensors if tensor.dim())]
-        return inputs if all(map(_has_samples, every)) else []
+        inputs = [(path, tensor) for path, tensor in self.integers if path != _LABELS and tensor.dim()]
+        every = [*(tensor for _, tensor in inputs), *(tensor for tensor in self.tensors if tensor.dim())]
+        return [] if self.has_others or not all(map(_has_samples, every)) else inputs
 
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
-        found, self._batch = self._batch, None
-        is_telling = self._looks > 0 and step.step % self._looks == 0
-        integers = self._telling_integers() if is_telling else []
-        if self._earlier.seen:
-            self._merge()
-            names, measured = self._earlier.take()
-            step.numbers.append(PendingRows([Segment("input", names)], measured))
-        segment, tensors = self._unchanged()
-        if found is None and not is_telling:  # the usual case
-            return [(segment, tensors)] if tensors else ()
-        found = found or _Batch(is_telling)
-        found.add_inputs(zip(segment.names, tensors, strict=False), integers)  # no tensors if there was no pass
-        return found.parts()
+
+_NOTHING = _Pass(Segment("input", ()), [], [], [], False)
 
 
 class _Batch:
@@ -178,12 +173,12 @@ class _Batch:
         if share is not None:
             self.tensors["constant"][path] = share
 
-    def add_inputs(self, inputs: Iterable[tuple[str, Tensor]], integers: list[tuple[str, Tensor]]) -> None:
-        """Adds ``inputs``, and what is known of inputs that are ``integers``, such as tokens."""
+    def add_inputs(self, inputs: _Pass) -> None:
         seen = {(t.data_ptr(), t.shape) for t in self.tensors["batch"].values() if is_plain(t)}
-        for path, tensor in inputs:
+        for path, tensor in zip(inputs.segment.names, inputs.tensors, strict=True):
             if (tensor.data_ptr(), tensor.shape) not in seen:
                 self.add("input", path, tensor)
+        integers = inputs.telling_integers() if self._is_telling else []
         every = [share for _, tensor in integers if (share := constant_features(tensor)) is not None]
         if every:
             every += self.tensors["constant"].values()

@@ -1,21 +1,16 @@
-"""What is known of a model without measuring it: dropout of nearly all, and parameters that nobody trains."""
+"""What is known of a model without measuring it: whom nobody trains, dropout of nearly all, the backward order."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd as _Dropout
 
 from gradstat._core.parameters import NamedParameters
-from gradstat._core.tensors import is_distributed
-from gradstat.monitor.probes.base import Part, Pending, Probe, Watched
+from gradstat._core.tensors import is_distributed, is_uninitialized
+from gradstat.monitor.probes.base import Pending, Probe, Run
 from gradstat.monitor.probes.optimizer import ids_of_all
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # When parameters in the graph of the first loss have got updates, if anybody trains them.
 _LOOK = 16
@@ -23,58 +18,45 @@ _LOOK = 16
 _MOST_NODES = 100_000
 
 
-class Dropped(Probe):
-    """The names of modules whose dropout leaves less than a tenth: torch's, and others with a number ``dropout``."""
+class ModelFacts(Probe):
+    """Observes once which parameters nobody trains, and whenever parameters are measured which modules drop nearly all.
 
-    watch = "parameters"
-    early = frozenset([_LOOK])
-
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        self._model = watched.model
-
-    @classmethod
-    def of(cls, watched: Watched) -> Self:
-        return cls(watched)
-
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
-        if step.step:  # a model may be prepared
-            shares = (
-                (name, module.p if isinstance(module, _Dropout) else getattr(module, "dropout", 0))
-                for name, module in self._model.named_modules()
-                if module.training
-            )
-            step.observe("dropped", [name for name, share in shares if isinstance(share, float) and 0.9 < share <= 1])
-        return ()
-
-
-class Untrained(Probe):
-    """The shapes of parameters that have got gradients and no update since the first step, and that nobody watches.
-
-    They are in the graph of the first loss, or of the first outputs, and neither among the watched parameters nor in a
-    watched optimizer. One that is not watched may train them, as for the discriminator of a GAN, but then they have
-    changed.
+    The first are in the graph of the first loss or the first outputs, have got gradients and no update since, and are
+    neither watched nor in a watched optimizer. One that is not watched may train them, as for the discriminator of a
+    GAN, but then they have changed.
     """
 
     early = frozenset([_LOOK])
 
-    def __init__(self, watched: Watched) -> None:
-        self.period = 0
-        self._leaves = watched.leaves
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.period = run.settings.periods["parameters"]
 
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
-        leaves = [leaf for found in self._leaves.values() for leaf in found]
-        self._leaves.update(loss=[], outputs=[])  # looks at no other graph
-        if named.engine is None and not is_distributed(named.parameters):
-            watched = ids_of_all().union(map(id, named.parameters))
-            alive = {id(leaf): (leaf, version) for reference, version in leaves if (leaf := reference()) is not None}
-            shapes = [
-                leaf.shape
-                for key, (leaf, version) in alive.items()
-                if key not in watched and leaf._version == version and leaf.grad is not None
-            ]
-            step.observe("untrained", shapes)
-        return ()
+    def take(self, step: Pending, named: NamedParameters) -> None:
+        if step.step:
+            step.observe("dropped", dropped_by(self.run.model))
+        if step.step == _LOOK:
+            leaves = [leaf for graph in self.run.leaves.values() for leaf in graph]
+            self.run.leaves.update(loss=[], outputs=[])  # looks at no other graph
+            if named.engine is None and not is_distributed(named.parameters):
+                watched = ids_of_all().union(map(id, named.parameters))
+                alive = {id(leaf): (leaf, version) for found, version in leaves if (leaf := found()) is not None}
+                shapes = [
+                    leaf.shape
+                    for key, (leaf, version) in alive.items()
+                    if key not in watched and leaf._version == version and leaf.grad is not None
+                ]
+                step.observe("untrained", shapes)
+
+
+def dropped_by(model: nn.Module) -> list[str]:
+    """The names of modules whose dropout leaves less than a tenth: torch's, and others with a number ``dropout``."""
+    shares = (
+        (name, module.p if isinstance(module, _Dropout) else getattr(module, "dropout", 0))
+        for name, module in model.named_modules()
+        if module.training
+    )
+    return [name for name, share in shares if isinstance(share, float) and 0.9 < share <= 1]
 
 
 def leaves_of(computed: Tensor) -> list[tuple[weakref.ref[Tensor], int]]:
@@ -91,3 +73,53 @@ def leaves_of(computed: Tensor) -> list[tuple[weakref.ref[Tensor], int]]:
                 seen.add(behind)
                 waiting.append(behind)
     return found
+
+
+class BackwardOrder(Probe):
+    """Listens to the first step, and again to the next while some parameters have no shape and so cannot have hooks.
+
+    Attributes:
+        names: The parameters, by when the gradient of each was first complete.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.period = 0
+        self.names: tuple[str, ...] = ()
+        self._listen(run.trained.named_parameters())
+
+    def _listen(self, named: NamedParameters) -> None:
+        self._noted: list[str] = []
+        noted = self._noted  # no reference to self, nor to a parameter, from a parameter's hook
+        self._is_partial = any(map(is_uninitialized, named.parameters))
+        try:
+            for name, parameter in zip(named.names(), named.parameters, strict=True):
+                if parameter.requires_grad and parameter.is_leaf and not is_uninitialized(parameter):
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: _note(noted, name))
+                    self.handles.append(hook)
+        except BaseException:
+            self.stop()
+            raise
+
+    def is_due(self, step: int) -> bool:
+        return bool(self.handles) or self._is_partial
+
+    def take(self, step: Pending, named: NamedParameters) -> None:
+        if self.is_due(step.step):
+            is_partial = self._is_partial
+            self.stop()
+            self.names = tuple(dict.fromkeys(self._noted))
+            if is_partial:
+                self._listen(named)
+
+    def stop(self) -> None:
+        """Listens to no further step."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self._is_partial = False
+
+
+def _note(noted: list[str], name: str) -> None:
+    if len(noted) < 1_000_000:  # a model may never reach its first step
+        noted.append(name)

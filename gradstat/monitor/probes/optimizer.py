@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradstat._core.hooks import Hook, removed_with
+from gradstat._core.hooks import Hook
 from gradstat._core.parameters import NamedParameters
 from gradstat._step.optimizers import unwrapped
-from gradstat.monitor.probes.base import Part, Pending, Probe, Watched, own_shards
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from gradstat.monitor.probes.base import Pending, Probe, Run
 
 # All watched optimizers, since several may share a model.
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -38,30 +35,25 @@ class OptimizerSteps(Probe):
 
     watch = "optimizer"
 
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        assert watched.settings.optimizer is not None
-        self._optimizer, self._trained, self._noted = watched.settings.optimizer, watched.trained, watched.noted
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        assert run.settings.optimizer is not None
+        self._optimizer = run.settings.optimizer
         _optimizers.add(self._optimizer)
         self._follows: weakref.ref[Tensor] | None = None
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
         self.has_rival = False
         self._steps = self._version = 0  # of the optimizer; of the parameter
-        self._handles: list[Any] = []
-        self._remove = removed_with(self, self._handles)
         stepping = unwrapped(self._optimizer)
         if hasattr(stepping, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
-            self._handles.append(stepping.register_step_post_hook(Hook(self._has_stepped)))
+            self.handles.append(stepping.register_step_post_hook(Hook(self._has_stepped)))
         self._watched: set[int] = set()
-        self._handles.append(register_optimizer_step_post_hook(Hook(self._any_has_stepped)))
+        self.handles.append(register_optimizer_step_post_hook(Hook(self._any_has_stepped)))
 
     @classmethod
-    def of(cls, watched: Watched) -> Self | None:
-        return None if watched.settings.optimizer is None else cls(watched)
-
-    def remove(self) -> None:
-        self._remove()
+    def of(cls, run: Run) -> OptimizerSteps | None:
+        return None if run.settings.optimizer is None else cls(run)
 
     # Steps -----------------------------------------------------------------------------------------------
 
@@ -74,20 +66,20 @@ class OptimizerSteps(Probe):
         self._watched = set(map(id, parameters))
         trained = _ids_of(self._optimizer)
         chosen = next((p for p in parameters if p.grad is not None and p.is_leaf and id(p) in trained), None)
-        if chosen is None or len(self._handles) < 2 or (self._follows is not None and self._follows() is chosen):
+        if chosen is None or len(self.handles) < 2 or (self._follows is not None and self._follows() is chosen):
             return
-        for handle in self._handles[2:]:
+        for handle in self.handles[2:]:
             handle.remove()
         self._follows, self._last, self._version = weakref.ref(chosen), None, chosen._version
-        self._handles[2:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
+        self.handles[2:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
 
     def _has_stepped(self, *_: Any) -> None:
         self._steps += 1
         parameter = None if self._follows is None else self._follows()
         gradient = None if parameter is None else parameter.grad
-        self._noted.pop("not_zeroed", None)
+        self.run.noted.pop("not_zeroed", None)
         if self._has_used and self._has_new:
-            self._noted["not_zeroed"] = 1.0
+            self.run.noted["not_zeroed"] = 1.0
         self._has_used, self._has_new = gradient is not None, False
         self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
@@ -105,21 +97,41 @@ class OptimizerSteps(Probe):
         # Gradients of the last parameters are usually complete first, before others of the same bucket change.
         self._follow(named.parameters[::-1])
         if self.period:
-            self._observe_coverage(step, named.parameters, named.names())
+            self.take(step, named)
 
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
-        self._observe_coverage(step, own_shards(named), named.names())
-        return ()
-
-    def _observe_coverage(self, step: Pending, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        besides = list(self._trained.besides._parameters)
-        if besides and next(self._trained.model.parameters(), None) is None:
-            besides = []  # nothing is besides the model if there is none
+    def take(self, step: Pending, named: NamedParameters) -> None:
         parameter = None if self._follows is None else self._follows()
-        steps, version = self._steps, self._version
-        self._steps, self._version = 0, version if parameter is None else parameter._version
-        seen = coverage(self._optimizer, parameters, names, besides)
-        step.observe("coverage", seen._replace(steps=steps, changes=self._version - version))
+        before, self._version = self._version, self._version if parameter is None else parameter._version
+        steps, self._steps = self._steps, 0
+        step.observe("coverage", self._coverage(named)._replace(steps=steps, changes=self._version - before))
+
+    def _coverage(self, named: NamedParameters) -> Coverage:
+        """Compares the optimizer with the watched parameters."""
+        groups, pairs = self._optimizer.param_groups, list(zip(named.names(), named.parameters, strict=True))
+        trained, watched = _ids_of(self._optimizer), set(map(id, named.parameters))
+        anywhere = trained if watched <= trained else trained | ids_of_all()
+        lacking = [(name, p) for name, p in pairs if p.requires_grad and id(p) not in anywhere]
+        besides = list(self.run.trained.besides._parameters)
+        if besides and next(self.run.trained.model.parameters(), None) is None:
+            besides = []  # nothing is besides the model if there is none
+        return Coverage(
+            left_out=[name for name, parameter in lacking if parameter.grad is not None],
+            unused=[name for name, parameter in lacking if parameter.grad is None],
+            frozen=[name for name, p in pairs if not p.requires_grad and id(p) in trained],
+            unknown=[
+                f"param_groups[{g}]['params'][{i}]"
+                for g, group in enumerate(groups if not trained <= watched else ())
+                for i, parameter in enumerate(group["params"])
+                if id(parameter) not in watched and parameter.grad is None
+            ],
+            besides=besides,
+            settings={
+                f"{name} of group {i}": float(group[name])
+                for i, group in enumerate(groups)
+                for name in ("weight_decay", "eps")
+                if isinstance(group.get(name), int | float)
+            },
+        )
 
 
 class Coverage(NamedTuple):
@@ -133,37 +145,6 @@ class Coverage(NamedTuple):
     steps: int = 0  # that the optimizer has taken since the last look, as far as known
     changes: int = 0  # in place since then, of one of its parameters
     settings: Mapping[str, float] = MappingProxyType({})  # its weight decay and eps, by group
-
-
-def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
-    """Compares ``optimizer`` with the watched ``parameters``; ``besides`` names those that the model does not have."""
-    trained, watched = _ids_of(optimizer), set(map(id, parameters))
-    frozen = [(n, p) for n, p in zip(names, parameters, strict=True) if not p.requires_grad]
-    lacking: list[tuple[str, Tensor]] = []
-    if not watched <= trained:
-        anywhere = trained | ids_of_all()
-        lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
-    unknown: list[str] = []
-    if not trained <= watched:
-        unknown = [
-            f"param_groups[{g}]['params'][{i}]"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, parameter in enumerate(group["params"])
-            if id(parameter) not in watched and parameter.grad is None
-        ]
-    return Coverage(
-        left_out=[name for name, parameter in lacking if parameter.grad is not None],
-        unused=[name for name, parameter in lacking if parameter.grad is None],
-        frozen=[name for name, parameter in frozen if id(parameter) in trained],
-        unknown=unknown,
-        besides=besides,
-        settings={
-            f"{name} of group {i}": float(group[name])
-            for i, group in enumerate(optimizer.param_groups)
-            for name in ("weight_decay", "eps")
-            if isinstance(group.get(name), int | float)
-        },
-    )
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:

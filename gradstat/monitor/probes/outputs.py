@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from gradstat._core.hooks import Hook, hook_forward
 from gradstat._core.host_copy import HostCopy, peek_interpreter_stack
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import NamedParameters
-from gradstat.monitor.probes.base import HookedProbe, Part, Pending, Watched, is_plain
+from gradstat.monitor.probes.base import HookedProbe, Pending, Run, is_plain
 from gradstat.monitor.probes.model import leaves_of
 from gradstat.monitor.probes.passes import called
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
@@ -39,19 +38,18 @@ class Outputs(HookedProbe):
     # So that mistakes with labels are known before much time is lost.
     early = frozenset([1, 2, 4, 8, 16, 32, *range(200, 256, 8)])
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, run: Run) -> None:
         hook = Hook(self.measure)
-        super().__init__(watched, {hook: hook_forward(called(watched.model), hook)})
+        super().__init__(run, {hook: hook_forward(called(run.model), hook)})
         self._seen: dict[str, Tensor] = {}  # by fields of `OutputFacts` and `Fit`, in tensors without dimensions
-        self._leaves = watched.leaves
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._seen and not torch.is_grad_enabled():
             return  # the pass of which there will be a gradient counts
         computed = [tensor for _, tensor in tensors_in(output, "") if tensor.grad_fn is not None and tensor.dim()]
         logits = getattr(output, "logits", computed[0] if computed else output)
-        if computed and "outputs" not in self._leaves:
-            self._leaves["outputs"] = leaves_of(computed[0])
+        if computed and "outputs" not in self.run.leaves:
+            self.run.leaves["outputs"] = leaves_of(computed[0])
         is_measured = is_plain(logits) and logits.is_floating_point() and logits.dim() > 0
         if is_measured and peek_interpreter_stack() is None:
             with torch.no_grad():
@@ -87,7 +85,7 @@ class Outputs(HookedProbe):
             if 2 * outputs[0].numel() <= _MOST_ELEMENTS // 8:
                 self._seen |= _fit_of(outputs, gradient, is_of_logits, is_of_logarithms)
 
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+    def take(self, step: Pending, named: NamedParameters) -> None:
         """Observes the facts of the last pass since the last call, if any."""
         seen, self._seen = self._seen, {}
         if seen:
@@ -95,7 +93,6 @@ class Outputs(HookedProbe):
             names = [*OutputFacts._fields[:-1], *(Fit._fields if "cross" in seen else ())]
             copy = HostCopy(torch.stack([seen.get(name, zero).float() for name in names]))
             step.late["outputs"] = lambda: OutputFacts.of(copy.wait().tolist())
-        return ()
 
 
 class _Pass(NamedTuple):

@@ -1,15 +1,22 @@
-"""What probes of forward passes share: which module is called, and rows merged over the passes of a step."""
+"""`Activations`; and what probes of forward passes share: which module is called, and rows merged over passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradstat import _fields
+from gradstat._core.hooks import Hook, hook_forward
 from gradstat._core.measurement import Measurement
+from gradstat._core.nested import tensors_in
+from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import TensorInfo
+from gradstat.check import stats
+from gradstat.monitor.probes.base import HookedProbe, Pending, Run, measurable
+from gradstat.monitor.segments import PendingRows, Segment
 
 
 def called(model: nn.Module) -> nn.Module:
@@ -56,3 +63,30 @@ class PassRows:
         seen, self.seen = self.seen, {}
         names = tuple(sorted(seen, key=place))
         return names, Measurement.joined([seen[name][0] for name in names], [seen[name][1] for name in names])
+
+
+class Activations(HookedProbe):
+    """The outputs of modules without children, measured in forward hooks, which keep rows only."""
+
+    watch = "activations"
+
+    def __init__(self, run: Run) -> None:
+        modules = list(run.model.named_modules())
+        hooks = {Hook(self.measure, name): one for name, one in modules if name and next(one.children(), None) is None}
+        super().__init__(run, {hook: hook_forward(module, hook) for hook, module in hooks.items()})
+        self._rows = PassRows()
+        self._order = {name: i for i, (name, _) in enumerate(modules)}
+
+    def measure(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        tensors = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
+        if not tensors:
+            return
+        with torch.no_grad():
+            self._rows.add(
+                name, stats([tensor.detach() for tensor in tensors], backend=self.run.settings.options.backend), tensors
+            )
+
+    def take(self, step: Pending, named: NamedParameters) -> None:
+        names, measured = self._rows.take(self._order.__getitem__)
+        if measured.tables:
+            step.numbers.append(PendingRows.of([Segment("activation", names)], measured))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradstat._core.hooks import removed_with
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.wrappers import uncompiled
-from gradstat.monitor.probes.base import Part, Pending, Probe, Watched
+from gradstat.monitor.probes.base import Pending, Probe, Run
 from gradstat.rules.rows import Observation
 
 
@@ -20,21 +18,16 @@ class Origin(Probe):
 
     watch = "origin"
 
-    def __init__(self, watched: Watched) -> None:
-        self.period = 1  # each result makes the watch begin anew
-        self._asks = watched.settings.periods["origin"]
-        self._source = watched.source
-        self._tracker = _track(watched.trained.model, watched.settings.options.backend)
-        self._remove = removed_with(self, [self._tracker])
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._asks, self.period = self.period, 1  # each result makes the watch begin anew
+        self._tracker = _track(run.trained.model, run.settings.options.backend)
+        self.handles.append(self._tracker)
 
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+    def take(self, step: Pending, named: NamedParameters) -> None:
         result = self._tracker.pending_result()
-        if step.step % self._asks == 0 and not self._source.is_joining():
+        if step.step % self._asks == 0 and not self.run.source.is_joining():
             step.late["origin"] = result
-        return ()
-
-    def remove(self) -> None:
-        self._remove()
 
 
 def _track(model: nn.Module, backend: str | None) -> Any:
@@ -53,16 +46,11 @@ class Replicas(Probe):
 
     watch = "replicas"
 
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        self._model, self._source = watched.trained.model, watched.source
-
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
-        if not self._source.is_joining():
+    def take(self, step: Pending, named: NamedParameters) -> None:
+        if not self.run.source.is_joining():
             from gradstat.distributed import verify_replicas
 
-            step.observe("replicas", verify_replicas(self._model, what=("parameters",)))
-        return ()
+            step.observe("replicas", verify_replicas(self.run.trained.model, what=("parameters",)))
 
 
 class Batches(Probe):
@@ -70,12 +58,8 @@ class Batches(Probe):
 
     watch = "batches"
 
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        self._source = watched.source
-
     def inspect(self, step: int, batch: Any) -> list[Observation]:
-        if self._source.is_joining():
+        if self.run.source.is_joining():
             return []
         from gradstat.distributed import verify_batches
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,12 +10,9 @@ from torch.optim import Optimizer
 
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_uninitialized
-from gradstat.monitor.probes.base import Part, Pending, Probe, Watched, measurable, own_shards
+from gradstat.monitor.probes.base import Part, Pending, Probe, Run, measurable, own_shards
 from gradstat.monitor.segments import Segment
 from gradstat.recording.kinds import name_of_state
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _META = torch.device("meta")
 
@@ -30,40 +26,33 @@ class ParameterValues(Probe):
         return parameters_of(named)
 
     def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
+        yield from self.state(named)
         versions = {
             name: parameter._version
             for name, parameter in zip(named.names(), own_shards(named), strict=True)
             if parameter.requires_grad and not is_uninitialized(parameter) and not parameter.is_inference()
         }
         step.observe("versions", versions)
-        return self.state(named)
 
 
 class Buffers(Probe):
     watch = "buffers"
 
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        self._model = watched.model
-
     def state(self, named: NamedParameters) -> list[Part]:
-        found = {name: buffer for name, buffer in self._model.named_buffers() if measurable(buffer)}
+        found = {name: buffer for name, buffer in self.run.model.named_buffers() if measurable(buffer)}
         return [(Segment("buffer", tuple(found)), list(found.values()))] if found else []
 
 
 class OptimizerStates(Probe):
     watch = "optimizer"
 
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        self._optimizer: Any = watched.settings.optimizer
-
     @classmethod
-    def of(cls, watched: Watched) -> Self | None:
-        return None if watched.settings.optimizer is None else super().of(watched)
+    def of(cls, run: Run) -> Probe | None:
+        return None if run.settings.optimizer is None else super().of(run)
 
     def state(self, named: NamedParameters) -> list[Part]:
-        return states_of(self._optimizer, named)
+        assert self.run.settings.optimizer is not None
+        return states_of(self.run.settings.optimizer, named)
 
 
 def parameters_of(named: NamedParameters) -> list[Part]:
@@ -76,7 +65,7 @@ def states_of(optimizer: Optimizer, named: NamedParameters) -> list[Part]:
     # Keyed by id, because hashing a tensor is slow.
     states = {id(parameter): state for parameter, state in optimizer.state.items()}
     by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
-    for name, parameter in zip(named.names(), own_shards(named), strict=True):
+    for name, parameter in zip(named.names(), named.parameters, strict=True):
         for key, value in states.get(id(parameter), {}).items():
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                 of_key, tensors = by_key.setdefault(key, ([], []))
@@ -90,9 +79,8 @@ class Updates(Probe):
 
     watch = "updates"
 
-    def __init__(self, watched: Watched) -> None:
-        super().__init__(watched)
-        self._unwatched = watched.unwatched
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._old: dict[str, Tensor] | None = None  # copies of parameters before the update
 
     def is_due(self, step: int) -> bool:
@@ -122,7 +110,7 @@ class Updates(Probe):
             with torch.no_grad():
                 return make()
         except Exception:
-            self._unwatched.report_failure(step, "the last update could not be measured")
+            self.run.unwatched.report_failure(step, "the last update could not be measured")
             return [torch.empty_like(tensor, device=_META) for tensor in like]
 
     def forget(self) -> None:
