@@ -12,7 +12,7 @@ from gradstat._core.warn import warn
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS
 
 # Seconds to wait at the end of the program for a thread that is inside of a monitor.
-_PATIENCE = 10.0
+PATIENCE = 10.0
 # References to all monitors. A set of them, unlike a WeakSet, can be listed while another thread adds one.
 _known: set[weakref.ref[Any]] = set()
 
@@ -35,7 +35,7 @@ def end(monitor: Any, why: str) -> None:
     """Reviews what is left and saves the recording. Findings raise nothing any more, but warn."""
     monitor.is_open = False
     monitor.end_seeking()
-    if not monitor.lock.acquire(timeout=_PATIENCE):
+    if not monitor.lock.acquire(timeout=PATIENCE):
         warn("the last steps were not reviewed: another thread is inside of the monitor", RuntimeWarning)
         return
     try:

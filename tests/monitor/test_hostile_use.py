@@ -639,6 +639,7 @@ def watched(name, policy):
     return monitor
 
 if sys.argv[1] == "default":  # the end does not wait for ever for a thread
+    gradstat.monitor.endings.PATIENCE = 0.1
     inside = threading.Event()
     held = gradstat.Monitor(torch.nn.Linear(2, 2), rules=[gradstat.monitor.rule("waits")(waits)()])
     threading.Thread(target=held.step, daemon=True).start()
