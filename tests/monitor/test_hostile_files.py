@@ -229,7 +229,7 @@ def damages(name: str, state: Any) -> Iterator[tuple[tuple[Any, ...], Any, str]]
         if "evidence" in path[:-1] or path == ("guard",):  # which may hold anything, and be None
             continue
         is_attribute = path[:1] == ("rules",) and len(path) == 4
-        others = ([None], {"a": None}, {1: 2.0}, b"x", 1j, 2**70) if is_attribute else ()
+        others = ([None], [math.nan], [2**70], {"a": None}, {1: 2.0}, b"x", 1j, 2**70) if is_attribute else ()
         told = placed(path[:4] if path[0] == "rules" else path[:1] if path[0] == "columns" else path)
         yield from ((path, wrong, told) for wrong in (None, object(), *others))
         if isinstance(path[-1], str) and (path[0] != "rules" or len(path) == 1):  # rules may be new, or have more
