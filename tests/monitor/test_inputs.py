@@ -3,14 +3,12 @@
 `STORIES` are small trainings in which something is unusual, and what must be told of it.
 """
 
-import copy
 import functools
 import gc
 import io
 import itertools
 import json
 import math
-import pickle
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -37,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
 from gradstat.monitor import RULES, Finding, default_rules
-from gradstat.monitor.probes.outputs import _sample
+from gradstat.monitor.probes.outputs import sampled_rows
 from gradstat.rules.output_facts import Activation, OutputFacts
 
 Batch = Callable[[int], Tensor]
@@ -773,7 +771,7 @@ def test_a_sample_of_large_outputs_tells_the_same(
         labels = labels.T
     given = LAYOUTS[layout](outputs.to(dtype)), labels, loss, last
     sampled, gradient = seen_in(*given)
-    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ROWS", 10**6)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs.MOST_ROWS", 10**6)
     whole, without_sample = seen_in(*given)
     assert torch.equal(gradient, without_sample)
     shares = {"certain": pytest.approx(whole.certain, abs=0.03), "right": pytest.approx(whole.right, abs=0.05)}
@@ -787,11 +785,11 @@ def test_a_sample_of_large_outputs_tells_the_same(
 def test_the_sample_is_spread_evenly_over_every_dimension(
     rows: int, elements: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ROWS", rows)
-    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ELEMENTS", elements)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs.MOST_ROWS", rows)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs.MOST_ELEMENTS", elements)
     state = torch.get_rng_state()
     for sizes in ((8, 1024), (1024, 8), (6, 19, 1000), (4096,), (1, 4098), (2047, 4), (64, 63, 2)):
-        index = _sample(torch.zeros(1).expand(*sizes, 40))
+        index = sampled_rows(torch.zeros(1).expand(*sizes, 40))
         assert len({*zip(*(each.tolist() for each in index), strict=True)}) == len(index[0])
         assert 0.96 * count <= len(index[0]) <= count
         for size, places in zip(sizes, index, strict=True):
@@ -814,7 +812,7 @@ def test_the_sample_is_spread_evenly_over_every_dimension(
 def test_a_sample_is_all_that_large_outputs_take(
     outputs: Any, dtype: torch.dtype, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ELEMENTS", elements)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs.MOST_ELEMENTS", elements)
     model, watch = looked_at()
     leaf = outputs(dtype).requires_grad_()
     gradient = leaf.detach().clone(memory_format=torch.preserve_format)
@@ -833,7 +831,7 @@ def test_a_sample_is_all_that_large_outputs_take(
 
 
 def test_columns_of_too_many_rows_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradstat.monitor.probes.outputs._MOST_ELEMENTS", 8000)
+    monkeypatch.setattr("gradstat.monitor.probes.outputs.MOST_ELEMENTS", 8000)
     given = torch.randn(8001, 4), torch.randint(4, (8001,))
     askew = seen_in(*given, lambda x, labels: nll_loss(x.log_softmax(0), labels), lambda x: 1 * x)[0]
     usual = seen_in(*given, cross_entropy, lambda x: x.softmax(-1))[0]
@@ -961,17 +959,6 @@ def test_a_compiled_model_has_one_graph(how: str) -> None:
         monitor.step()
     assert len(graphs) == 1
     assert ("input" in monitor.recording().tables) == (how == "model")
-
-
-def test_a_watched_model_is_copied_and_pickled_without_hooks() -> None:
-    model = mlp()
-    with gradstat.Monitor(model):
-        others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for one in (model, *others):
-        assert not one._forward_pre_hooks
-        assert not one._forward_pre_hooks_with_kwargs
-        one(normal(0)).sum().backward()
-    assert all(p._post_accumulate_grad_hooks in (None, {}) for p in model.parameters())
 
 
 # A module whose children are called instead ---------------------------------------------------------------------------

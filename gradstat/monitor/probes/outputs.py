@@ -20,7 +20,7 @@ from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 # Functions that make logits what no logits should be, as autograd names them.
 _ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
 # Of larger outputs a sample is enough: so many rows, in all so many elements, and so many columns.
-_MOST_ROWS, _MOST_ELEMENTS, _MOST_COLUMNS = 2048, 2**23, 16
+MOST_ROWS, MOST_ELEMENTS, MOST_COLUMNS = 2048, 2**23, 16
 _FEW_PLACES = 4
 _FEW_LABELS = 8  # so many gradients of other losses are not all as those of equal binary labels would be
 
@@ -54,7 +54,7 @@ class Outputs(HookedProbe):
         if is_measured and peek_interpreter_stack() is None:
             with torch.no_grad():
                 every = logits.detach() if logits.dim() > 1 else logits.detach()[:, None]
-                sample = _sample(every)
+                sample = sampled_rows(every)
                 values = every[sample]
                 if values.shape[-1] > 1:
                     largest = values.topk(2, -1).values
@@ -82,7 +82,7 @@ class Outputs(HookedProbe):
             is_of_logits = is_of_logarithms = gradient.new_zeros((), dtype=torch.bool)
             if outputs.shape[-1] > 1:
                 is_of_logits, is_of_logarithms = _measure_classes(seen, gradient)
-            if 2 * outputs[0].numel() <= _MOST_ELEMENTS // 8:
+            if 2 * outputs[0].numel() <= MOST_ELEMENTS // 8:
                 self._seen |= _fit_of(outputs, gradient, is_of_logits, is_of_logarithms)
 
     def take(self, step: Pending, named: NamedParameters) -> None:
@@ -101,7 +101,7 @@ class _Pass(NamedTuple):
     facts: dict[str, Tensor]
     outputs: Tensor
     version: int  # of the outputs
-    sample: Any  # as `_sample`
+    sample: Any  # as `sampled_rows`
     over: Tensor  # as `_dim_over_samples`
     activation: Tensor  # as `_activation_of`
     is_named: bool
@@ -118,7 +118,7 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
     columns = rows
     norms, smallest = torch.linalg.vector_norm(rows, dim=-1, dtype=wide), rows.argmin(-1)
     if len(rows) < count:  # all rows of some columns: those of labels, since others may be zero
-        some = norms.topk(min(_MOST_COLUMNS, _MOST_ELEMENTS // count, len(rows))).indices
+        some = norms.topk(min(MOST_COLUMNS, MOST_ELEMENTS // count, len(rows))).indices
         columns = gradient[..., smallest[some]].flatten(0, -2)
     # Elements of 16 bits are rounded by up to 2 ** -9; those of other losses cancel by chance, but not in all.
     limit = 0.01 * norms.amax()
@@ -131,7 +131,7 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
     labels = torch.where(norms > 0, smallest, -1)  # no gradient where a label is ignored
     label, labelled = labels.amax(), (labels >= 0).sum()
     is_one = ((labels == label) | (labels < 0)).all()
-    few = slice(max(1, _MOST_ELEMENTS // 8 // classes))
+    few = slice(max(1, MOST_ELEMENTS // 8 // classes))
     is_twice = _is_twice(outputs[few].to(wide), rows[few].to(wide))
     # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
     is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
@@ -188,7 +188,7 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
     one if the gradient is the same multiple, for each sample, of what the labels and outputs make it: so a policy's,
     which weighs actions by returns, is none. Of large outputs some samples are enough.
     """
-    wide, every = torch.promote_types(outputs.dtype, torch.float32), 1 + outputs.numel() // (_MOST_ELEMENTS // 8)
+    wide, every = torch.promote_types(outputs.dtype, torch.float32), 1 + outputs.numel() // (MOST_ELEMENTS // 8)
     squares = torch.linalg.vector_norm(gradient, dtype=wide).square()
     values, residuals = outputs[::every].to(wide).flatten(1), gradient[::every].to(wide).flatten(1)
     is_one, sizes = residuals < 0, residuals.abs()
@@ -240,14 +240,14 @@ def _dim_over_samples(outputs: Tensor) -> Tensor:
     return over
 
 
-def _sample(tensor: Tensor) -> tuple[Any, ...]:
+def sampled_rows(tensor: Tensor) -> tuple[Any, ...]:
     """An index of the leading dimensions of a tensor, which takes all its rows if these are few, else some.
 
     Those are equally far apart. So are their places in each dimension, such as that of time, because their number has
     no divisor in common with the sizes.
     """
     *sizes, classes = tensor.shape
-    count, taken = math.prod(sizes), max(1, min(_MOST_ROWS, _MOST_ELEMENTS // classes))
+    count, taken = math.prod(sizes), max(1, min(MOST_ROWS, MOST_ELEMENTS // classes))
     if taken >= count or not is_plain(tensor):
         return (...,)
     while math.gcd(taken, count) > 1:
