@@ -155,7 +155,7 @@ fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) tools/fields.py --write
 
 clean: ## Remove all build outputs and the virtual environment
-	rm -rf $(VENV) $(VENV)-frameworks build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV)-frameworks build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

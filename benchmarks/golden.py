@@ -27,17 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from detection_mistakes import changed, constant_sample, groups, never_zeroed, shuffled, times
-from helpers.training import (
-    CLASSES,
-    TOKENS,
-    Clusters,
-    Recurrent,
-    Sentences,
-    Training,
-    cnn,
-    factory,
-    train,
-)
+from helpers.training import CLASSES, TOKENS, Clusters, Recurrent, Sentences, Training, cnn, factory, train
 from helpers.training_faults import every_batch
 from rows import Row, record
 from runner import rows_of_values
