@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("baseline", "avx2", "avx512")
 # Tests that run the CUDA code on the host; tests of guards and clip decisions, for any backend.
-HOST_TESTS = tuple(f"cuda_on_cpu/test_cuda_{name}.py" for name in ("on_host", "launchers", "module"))
+HOST_TESTS = ("cuda_on_cpu/test_cuda_launchers.py", "cuda_on_cpu/test_cuda_module.py")
 DECISIONS = ("step/test_guard.py", "clip/test_decide.py")
 # Selects the tests that run the compiled CPU library.
 COMPILED = ("-k", "not (triton or emulated or reference- or reference])")
