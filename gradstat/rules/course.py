@@ -12,19 +12,19 @@ from gradstat.recording.findings import Finding
 from gradstat.rules.base import Rule, median
 from gradstat.rules.rows import Window
 
+# Thresholds of the rules on learning are conventions of gradstat, where nothing else is said.
+
 # Losses are judged after every so many; values of which medians are taken, of the last losses and of the first ones.
 SOON, HALF, SPAN = 16, 32, 64
-# Nothing was learned while the loss is at least this share of that of guessing: as the more frequent classes are
-# learned first, and lower it to less than that.
-CHANCE = 0.97
-# Weights that have changed by more than this have not learned either at this share.
-FLAT = 0.9
+# From this share of the loss of guessing on nothing was learned: guessing the more frequent classes reaches less. Where
+# weights have changed by far, or there are many classes, this share suffices.
+CHANCE, FLAT = 0.97, 0.9
 # A learning rate still rises if it is more than so many times that of the last look: less is rounding.
 RISES = 1.001
 # A gradient's elements cancel up to |sum| / (norm * sqrt(count)), even if it was computed in 16 bits.
 _CANCELS = 3e-4
-# Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. No healthy program of
-# the tests goes as far while its loss stays.
+# Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. In healthy programs of
+# the tests they shrink to 0.97 at most, but for a critic's in a GAN, and grow to 49 where the loss falls.
 _SHRUNK, _GROWN = 0.3, 3.0
 
 RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")

@@ -47,7 +47,7 @@ class NegativeLoss(LearningRule):
             if targets is not None and targets.squares == "minus":
                 text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
                 yield from self.told(step, "loss", text, loss=loss)
-        for row in self.follow(window):
+        for row in self.follow(window) if self._classes or not self._count else ():
             if not self._classes or self._count < SOON + HALF:
                 continue
             usual, last, soon = math.log(self._classes), self._recent[-SOON:], self._first[:SOON]
