@@ -140,7 +140,7 @@ gpu-code: $(VENV)/.for-bench $(VENV)/.for-triton $(VENV)/.triton-$(OLDER_TRITON)
 gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that one)
 	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu.py bundle
 
-gpu: ## Run everything that needs a GPU, with the system's Python and torch: test, sanitize, measure; seven minutes
+gpu: ## Run everything that needs a GPU, with the system's Python and torch: test, sanitize, measure (time limits: seven minutes)
 	$(PYTHON) benchmarks/gpu.py run
 
 gpu-merge: $(VENV)/.for-plots $(BUILT) ## Merge rows of GPU runs (FOLDER=gpu-results) into benchmarks/results, redraw charts and rewrite tables
@@ -155,7 +155,7 @@ fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
 	$(PYTHON) tools/fields.py --write
 
 clean: ## Remove all build outputs and the virtual environment
-	rm -rf $(VENV) $(VENV)-frameworks build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-frameworks build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
