@@ -116,6 +116,8 @@ class NativeKernels(Kernels):
 class TritonModule:
     """The Triton kernels for lists that ``describe`` of ``_C`` finds ordinary; else functions return None."""
 
+    check_to_host = None
+
     def __init__(self, describe: Callable[[list[Tensor]], tuple[bytes, int, int] | None]) -> None:
         from gradstat.kernels import _table, scale, stats
 

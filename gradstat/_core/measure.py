@@ -82,7 +82,8 @@ def measure_ordinary(tensors: list[Any], backend: str | None, to_host: bool = Fa
     if not tensors:
         return Measurement([], None, ())
     compiled = compiled_for(tensors, backend)
-    checked = (getattr(compiled, "check_to_host", compiled.check) if to_host else compiled.check)(tensors)
+    begins_copy = compiled.check_to_host if to_host else None
+    checked = (begins_copy or compiled.check)(tensors)
     if checked is None:
         return None
     table, signature, *receive = checked

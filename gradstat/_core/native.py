@@ -47,6 +47,8 @@ class DeviceModule(Protocol):
     """
 
     check: Callable[[list[Tensor]], tuple[Tensor, int] | None]  # table and signature
+    # `check` that also begins the copy of the table to the host; None on the CPU, and where there is no such function.
+    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, Receive | None] | None] | None
     clip_: Callable[[list[Tensor], float, float], Tensor | None]  # the norm before clipping
     measure_norm: Callable[[list[Tensor], float, float], tuple[Tensor, Tensor] | None]  # the second is for `scale_`
     # Table, signature, norm, [multiplier, norm] as float64, verdict (csrc/entry.h).
@@ -75,7 +77,6 @@ class CudaModule(DeviceModule, Protocol):
     architectures: Callable[[], str]
     load_kernels: Callable[[int], None]  # RuntimeError, with CUDA's reason, if the device with this index cannot
     to_host: Callable[[Tensor], Receive | None]  # begins a copy, except during graph capture
-    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, Receive | None] | None]  # `check`, and that of the table
 
 
 def library_path(name: str, package: Path = _PACKAGE) -> Path | None:
@@ -88,6 +89,7 @@ def library_path(name: str, package: Path = _PACKAGE) -> Path | None:
 def load_cpu() -> CpuModule:
     """Loads the schemas, the CPU kernels and the helpers, or raises `BackendUnavailableError`."""
     module: CpuModule = _load("_C")
+    module.check_to_host = None
     _register_fakes()
     return module
 
