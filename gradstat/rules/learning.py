@@ -48,13 +48,14 @@ class NegativeLoss(LearningRule):
                 text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
                 yield from self.told(step, "loss", text, loss=loss)
         for row in self.follow(window) if self._classes or not self._count else ():
-            if not self._classes or self._count < SOON + HALF:
+            last, soon = self._recent[-SOON:], self._first[:SOON]
+            if not self._classes or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
                 continue
-            usual, last, soon = math.log(self._classes), self._recent[-SOON:], self._first[:SOON]
-            least, (low, high) = usual + 2 * max(0.0, -median(soon)), self._CLOSE
+            usual, (low, high) = math.log(self._classes), self._CLOSE
+            least = usual + 2 * max(0.0, -median(soon))
             if low * usual < -median(soon) < high * usual:
                 least = high * usual  # minus the loss of guessing, and worse than that
-            if max(last) < min(0.0, *soon) and -median(last) > least:
+            if -median(last) > least:
                 text = f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
                 yield from self.told(int(window.steps[row]), "loss", text, loss=last[-1])
 
