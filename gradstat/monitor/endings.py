@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import traceback
 import weakref
 from typing import Any
 
 from gradstat._core.warn import warn
+from gradstat._step import torch_calls
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS
 
 # Seconds to wait at the end of the program for a thread that is inside of a monitor.
@@ -34,7 +36,7 @@ def are_open() -> int:
 def end(monitor: Any, why: str) -> None:
     """Reviews what is left and saves the recording. Findings raise nothing any more, but warn."""
     monitor.is_open = False
-    monitor.end_seeking()
+    torch_calls.end_seeking(monitor)
     if not monitor.lock.acquire(timeout=PATIENCE):
         warn("the last steps were not reviewed: another thread is inside of the monitor", RuntimeWarning)
         return
@@ -61,8 +63,10 @@ def _end_with_the_program() -> None:
 
 
 def _inherit() -> None:
+    """A child must not review the steps of its parent, nor overwrite its file, unless it takes steps itself."""
     for monitor in _all():
-        monitor.forked()
+        monitor.is_open = False
+        monitor.lock = threading.RLock()  # a thread that does not exist here may have held it
 
 
 if hasattr(os, "register_at_fork"):

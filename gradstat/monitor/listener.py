@@ -121,7 +121,8 @@ class StepListener:
             is_unused = version == self._version and self._source.wrapper.training
             self._unused, self._version = self._unused + 1 if is_unused else 0, version
             if self._unused == self._enough:
-                self.monitor.observe([Observation("unused", self.monitor.steps, self._unused)])
+                seen = [Observation("unused", self.monitor.steps, self._unused)]
+                self.monitor.responder.respond_to(self.monitor, seen)
 
     def after_backward(self, losses: Sequence[Tensor]) -> None:
         """Takes ``losses`` for those of the coming step, if the gradients have changed."""

@@ -79,6 +79,7 @@ class Monitor(Results):
             ``{"batch['labels']": 10}``, if not all of them are labels.
         guard: Makes ``optimizer`` skip abnormal steps, judged by the norm and the loss given to `step`; and steps that
             are not finite, like the policy ``"skip"``.
+        source: Who takes the steps, where `gradstat.auto` or an integration does; None for a loop that calls `step`.
         options: Settings that are seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for
             example: history size, when numbers are read, how often rules run, what a replay and a rollback keep.
 
@@ -244,15 +245,8 @@ class Monitor(Results):
             seen: list[Observation] = []
             with self.unwatched.suppress_errors(self.steps, "a batch could not be inspected"):
                 seen = self.recorder.inspect_batch(self.steps, batch)
-        self.observe(seen)
+        self.responder.respond_to(self, seen)
         return self.findings[first_new:]
-
-    def observe(self, seen: list[Observation]) -> None:
-        """Reviews what is known before the step is measured, or though no step comes. Raises as `step`."""
-        if seen:
-            with self.lock:
-                self.reviewer.observe(seen)
-            self.responder.respond(self)
 
     def _find_scaler(self) -> None:
         """In the first step, takes the only scaler in use. With several monitors it could be another's."""
@@ -260,13 +254,8 @@ class Monitor(Results):
         if found is not None:
             check_guard(self.guard, self.recorder.optimizer, found)
             self.scaler = found
-        self.end_seeking()
-
-    def end_seeking(self) -> None:
-        """Looks for no loss scaler any more."""
-        if self._seeks_scaler:
-            self._seeks_scaler = False
-            torch_calls.end_seeking(self)
+        self._seeks_scaler = False
+        torch_calls.end_seeking(self)
 
     def _not_watched(self, call: str) -> list[Finding]:
         """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
@@ -328,11 +317,6 @@ class Monitor(Results):
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 self.reviewer.drop_pending()  # their numbers cannot be waited for
             endings.end(self, "nothing referred to the monitor any more")
-
-    def forked(self) -> None:
-        """In a forked process: it must not review the steps of its parent, nor overwrite its file, unless it steps."""
-        self.is_open = False
-        self.lock = threading.RLock()  # a thread that does not exist here may have held it
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(

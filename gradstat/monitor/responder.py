@@ -26,6 +26,7 @@ from gradstat.recording.recording import Recording
 from gradstat.replay.culprit import Culprit
 from gradstat.replay.rerun import Replayer
 from gradstat.rules.advice import causes_and_advice
+from gradstat.rules.rows import Observation
 
 # Policies that act on a running training: at its end they warn.
 _OF_RUNNING_TRAINING = ("raise", "stop", "rollback", "replay", "checkpoint")
@@ -108,6 +109,13 @@ class Responder:
         return wish
 
     # After findings --------------------------------------------------------------------------------------
+
+    def respond_to(self, monitor: Any, seen: list[Observation]) -> None:
+        """Reviews what is known before the step is measured, or though no step comes; then as `respond`."""
+        if seen:
+            with monitor.lock:
+                self._reviewer.observe(seen)
+            self.respond(monitor)
 
     def respond(self, monitor: Any) -> None:
         """Acts on all findings that nobody has acted on, then raises AnomalyError if a policy says so.

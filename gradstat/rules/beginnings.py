@@ -63,7 +63,7 @@ class ConstantWeights(LearningRule):
             name = parameters.names[judged[0]]
             text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
             text += "begin alike stay alike"
-            yield from self.told(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
+            yield from self._told(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
 
 
 class TinyWeights(LearningRule):
@@ -84,7 +84,7 @@ class TinyWeights(LearningRule):
         first = _first_sizes(window) if math.isnan(self._size) else None
         if first is not None:
             self._size, self._weight = (median(first[1]), first[0][0]) if first[0] else (math.inf, "")
-        for _ in self.follow(window):
+        for _ in self._follow(window):
             if self._count < SOON + HALF:
                 continue
             self._is_over, now = True, median(self._recent[-HALF:])
@@ -93,7 +93,7 @@ class TinyWeights(LearningRule):
             if is_flat and self._size < self._SMALL and not window.run.has_rival:
                 text = f"the median weight begins {self._size:.2g} times as large as keeps signals their size"
                 text += f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
-                yield from self.told(0, self._weight, text, "parameter", size=self._size)
+                yield from self._told(0, self._weight, text, "parameter", size=self._size)
             return
 
 
@@ -109,7 +109,7 @@ class _FirstLosses(LearningRule):
         looks = window.observed("outputs")
         if looks and math.isnan(self._certain):
             self._certain, self._labels = looks[0].value.certain, max(1, looks[0].value.labels)
-        for _ in self.follow(window):
+        for _ in self._follow(window):
             self._is_over = True
             if self._classes:
                 usual, first = math.log(self._classes), abs(self._first[0])
@@ -163,7 +163,7 @@ class FarBeginning(_FirstLosses):
             text += f"; {share:.0%} of the predictions are certain" * (share > self._CERTAIN)
             text += f"; {self._weight} begins far larger than other weights" * bool(self._weight)
             name, about = (self._weight, "parameter") if self._weight else ("loss", "series")
-            yield from self.told(0, name, text, about, loss=first, chance=usual, share=share)
+            yield from self._told(0, name, text, about, loss=first, chance=usual, share=share)
 
 
 class DivergingStart(_FirstLosses):
@@ -180,4 +180,4 @@ class DivergingStart(_FirstLosses):
         soon = median(np.abs(self._first))
         if each < 2 * math.log(self._classes) and soon > self._RISEN * max(first, self._chance):
             text = f"within {SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
-            yield from self.told(0, "lr", text, loss=soon, first=first)
+            yield from self._told(0, "lr", text, loss=soon, first=first)

@@ -50,7 +50,7 @@ class LearningRule(Rule):
         self._count = self._classes = 0  # of finite losses; of the softmax that the loss ends with, 0 if there is none
         self._first: list[float] = []
         self._recent: list[float] = []
-        self._until = -1  # the last step of which `follow` has taken the loss
+        self._until = -1  # the last step of which `_follow` has taken the loss
         self._rate, self._is_warm_up = math.nan, False  # whether it has risen in the last `SOON` steps
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -60,12 +60,12 @@ class LearningRule(Rule):
         """Finds problems in a window with a finite loss."""
         raise NotImplementedError
 
-    def told(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
+    def _told(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
         """A finding as `found` makes it, unless the rule has told one before; it is over then."""
         self._is_over = True
         return [self.found(step, name, text, about, **more)] if self._episodes.record(self.name, step) else []
 
-    def follow(self, window: Window, until: float = math.inf) -> Iterator[int]:
+    def _follow(self, window: Window, until: float = math.inf) -> Iterator[int]:
         """Takes the losses that are left up to the step ``until``; yields the row of each `SOON`-th of all."""
         steps, rows, values = window.losses
         at, end = bisect_right(steps, self._until), bisect_right(steps, until)
@@ -85,9 +85,9 @@ class LearningRule(Rule):
                     self._is_warm_up, self._rate = rate > RISES * self._rate, rate
                 yield rows[at - 1]
 
-    def take(self, window: Window, until: float = math.inf) -> None:
-        """As `follow`, where losses are judged in other steps."""
-        for _ in self.follow(window, until):
+    def _take(self, window: Window, until: float = math.inf) -> None:
+        """As `_follow`, where losses are judged in other steps."""
+        for _ in self._follow(window, until):
             pass
 
     @property

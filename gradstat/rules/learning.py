@@ -46,8 +46,8 @@ class NegativeLoss(LearningRule):
             targets = targets_of(facts, loss, self._ratios)
             if targets is not None and targets.squares == "minus":
                 text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
-                yield from self.told(step, "loss", text, loss=loss)
-        for row in self.follow(window) if self._classes or not self._count else ():
+                yield from self._told(step, "loss", text, loss=loss)
+        for row in self._follow(window) if self._classes or not self._count else ():
             last, soon = self._recent[-SOON:], self._first[:SOON]
             if not self._classes or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
                 continue
@@ -57,7 +57,7 @@ class NegativeLoss(LearningRule):
                 least = high * usual  # minus the loss of guessing, and worse than that
             if -median(last) > least:
                 text = f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
-                yield from self.told(int(window.steps[row]), "loss", text, loss=last[-1])
+                yield from self._told(int(window.steps[row]), "loss", text, loss=last[-1])
 
 
 class _ChangedWeights(LearningRule):
@@ -76,23 +76,23 @@ class _ChangedWeights(LearningRule):
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, norm in norms_of_weights(window):
-            self.take(window, step)
+            self._take(window, step)
             if math.isnan(self._norm):
                 self._norm = max(norm, 1e-300)
                 continue
             grown = norm / self._norm
             words, is_soon = change_in_words(grown), SOON + HALF <= self._count <= self._STEPS
             if words and is_soon and not window.run.has_rival:
-                loss, chance, share = median(self._recent[-HALF:]), self._chance, self.share(grown, window, step)
+                loss, chance, share = median(self._recent[-HALF:]), self._chance, self._share(grown, window, step)
                 # Weights that began small have to grow. A loss may also begin at 0, and rise.
                 if share and loss > share * chance > 0.01 * loss:
                     text = f"{words} in {self._count} steps, the loss is {loss:.4g}, and "
                     text += f"{'guessing has' if self._classes else 'it began at'} {chance:.4g}"
-                    yield from self.told(step, self.series, text, grown=grown, loss=loss)
-        self.take(window)
+                    yield from self._told(step, self.series, text, grown=grown, loss=loss)
+        self._take(window)
         self._is_over |= self._count > self._STEPS
 
-    def share(self, grown: float, window: Window, step: int) -> float:
+    def _share(self, grown: float, window: Window, step: int) -> float:
         """The share of chance from which on weights may not have ``grown`` so in ``step``; 0 if they may."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class GrowingWeights(_ChangedWeights):
     # steps. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate of 20.
     _LARGE, _EARLY, _EARLY_SHARE = 2.0, 128, 0.75
 
-    def share(self, grown: float, window: Window, step: int) -> float:
+    def _share(self, grown: float, window: Window, step: int) -> float:
         rows = window.rows("parameter")
         sizes = () if rows is None or grown < 1 else sizes_of_weights(rows, int(rows.steps.searchsorted(step)))[1]
         if not len(sizes) or median(sizes) <= self._LARGE:
@@ -125,7 +125,7 @@ class ShrinkingWeights(_ChangedWeights):
     advice = ("lower weight_decay= of the optimizer, by a factor of ten at first",)
     series = "weight_decay"
 
-    def share(self, grown: float, window: Window, step: int) -> float:
+    def _share(self, grown: float, window: Window, step: int) -> float:
         return FLAT if grown < 1 else 0.0
 
 
@@ -170,7 +170,7 @@ class NoLearning(LearningRule):
         yield from self._judge_losses(window)
 
     def _judge_losses(self, window: Window, until: float = math.inf) -> Iterator[Finding]:
-        for row in self.follow(window, until):
+        for row in self._follow(window, until):
             if self._count < SOON + HALF:
                 continue
             is_due = self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
@@ -191,7 +191,7 @@ class NoLearning(LearningRule):
             is_near = abs(now - usual) < self._NEAR * usual > scatter / 2
             if is_near and low * usual < began < high * usual:
                 text = f"the loss is {now:.4g} after {self._count} steps; guessing among {count:.0f} has {usual:.4g}"
-                yield from self.told(0, "loss", text, loss=now)
+                yield from self._told(0, "loss", text, loss=now)
 
     def _judge_classes(self, window: Window, row: int, is_due: bool) -> Iterator[Finding]:
         """Judges the last losses of a classifier, up to that of ``row``."""
@@ -204,7 +204,7 @@ class NoLearning(LearningRule):
         if is_due and is_stuck and not (now < chance and self._is_falling()):
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
             name, causes, advice, more = self._likely(window, row)
-            yield from self.told(
+            yield from self._told(
                 0, name, f"{text}{chance:.4g}{more}", causes=causes, advice=advice, loss=now, chance=chance
             )
 

@@ -51,7 +51,7 @@ class ActivatedOutputs(LearningRule):
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, facts, _ in looks(window):
             if self._count < 2:
-                self.take(window, step)
+                self._take(window, step)
             activation, classes = facts.activation, facts.classes
             is_told = facts.is_named and activation > Activation.PROBABILITIES
             if activation == Activation.PROBABILITIES:
@@ -63,9 +63,9 @@ class ActivatedOutputs(LearningRule):
                 text = f"the outputs of the model {_IN_WORDS[activation]}, and the loss takes their softmax"
                 if activation != Activation.NEVER_NEGATIVE:
                     text += f": it cannot fall below {math.log1p((classes - 1) / math.e):.4g}"
-                yield from self.told(step, "logits", text, "output", classes=classes)
+                yield from self._told(step, "logits", text, "output", classes=classes)
         if self._count < 2:
-            self.take(window)
+            self._take(window)
 
 
 class SoftmaxDimension(LearningRule):
@@ -86,7 +86,7 @@ class SoftmaxDimension(LearningRule):
                 made = "outputs of the model are a softmax"
                 what = made if facts.is_over_samples else "loss takes the softmax of the outputs"
                 text = f"the {what} over samples or places in a sequence, not over the classes"
-                yield from self.told(step, "logits", text, "output")
+                yield from self._told(step, "logits", text, "output")
 
 
 class Targets(NamedTuple):
@@ -163,7 +163,7 @@ class EqualTargets(LearningRule):
 
     def judge(self, window: Window) -> Iterable[Finding]:
         if not self._count:
-            next(self.follow(window), None)  # tells the number of classes
+            next(self._follow(window), None)  # tells the number of classes
         # A discriminator may get real and made samples in passes of their own.
         for step, facts, loss in () if window.run.has_rival else looks(window):
             targets = targets_of(facts, loss, self._ratios)
@@ -200,7 +200,7 @@ class EqualTargets(LearningRule):
             least = self._ALIKE if is_same else min(self._ALIKE, self._BITS + len(counts))
             is_odd = bool(is_enough) and sum(counts) >= least
         if is_odd:
-            yield from self.told(int(steps[0]), "logits", text, "output", labels=sum(counts))
+            yield from self._told(int(steps[0]), "logits", text, "output", labels=sum(counts))
 
 
 class RawTargets(LearningRule):
@@ -230,7 +230,7 @@ class RawTargets(LearningRule):
             if targets.squares == "yes" and 0 < self._outputs < targets.spread / self._APART:
                 text = f"targets have a standard deviation of {targets.spread:.3g}, and the first outputs one of "
                 text += f"{self._outputs:.3g}"
-                yield from self.told(0, "loss", text, targets=targets.spread, outputs=self._outputs)
+                yield from self._told(0, "loss", text, targets=targets.spread, outputs=self._outputs)
 
 
 class UnrelatedOutputs(LearningRule):
@@ -280,4 +280,4 @@ class UnrelatedOutputs(LearningRule):
             self._since = step
         elif step >= self._STEPS and related < min(self._RELATED, self._FEW * error):
             text = f"outputs of the model and their targets have a correlation of {related:.2g} after {step} steps, "
-            yield from self.told(self._since, "loss", f"{text}as by chance", correlation=related, loss=loss)
+            yield from self._told(self._since, "loss", f"{text}as by chance", correlation=related, loss=loss)
