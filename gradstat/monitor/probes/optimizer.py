@@ -45,11 +45,9 @@ class OptimizerSteps(Probe):
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
         self.has_rival = False
         self._steps = self._version = 0  # of the optimizer; of the parameter
-        stepping = unwrapped(self._optimizer)
-        if hasattr(stepping, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
-            self.handles.append(stepping.register_step_post_hook(Hook(self._has_stepped)))
+        self._stepping = unwrapped(self._optimizer)  # the one that hooks get
         self._watched: set[int] = set()
-        self.handles.append(register_optimizer_step_post_hook(Hook(self._any_has_stepped)))
+        self.handles.append(register_optimizer_step_post_hook(Hook(self._has_stepped)))
 
     @classmethod
     def of(cls, run: Run) -> OptimizerSteps | None:
@@ -57,23 +55,24 @@ class OptimizerSteps(Probe):
 
     # Steps -----------------------------------------------------------------------------------------------
 
-    def _any_has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
-        self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
-
     def _follow(self, parameters: Sequence[Tensor]) -> None:
         """Follows the first of the watched ``parameters`` that the optimizer trains and that has a gradient."""
         self._watched = set(map(id, parameters))
         trained = _ids_of(self._optimizer)
         chosen = next((p for p in parameters if p.grad is not None and p.is_leaf and id(p) in trained), None)
-        if chosen is None or len(self.handles) < 2 or (self._follows is not None and self._follows() is chosen):
+        is_heard = hasattr(self._stepping, "_optimizer_step_post_hooks")  # else it has not called torch's __init__
+        if chosen is None or not is_heard or (self._follows is not None and self._follows() is chosen):
             return
-        for handle in self.handles[2:]:
+        for handle in self.handles[1:]:
             handle.remove()
         self._follows, self._last, self._version = weakref.ref(chosen), None, chosen._version
-        self.handles[2:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
+        self.handles[1:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
 
-    def _has_stepped(self, *_: Any) -> None:
+    def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self._stepping:
+            first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
+            self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
+            return
         self._steps += 1
         parameter = None if self._follows is None else self._follows()
         gradient = None if parameter is None else parameter.grad
