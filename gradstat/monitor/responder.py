@@ -66,6 +66,8 @@ class Responder:
         self.prepares = optimizer is not None or self.snapshots is not None  # whether `prepare` has anything to do
         self.should_stop = False
         self._votes = None if source.device is None else RankVotes(source.device)
+        if self._votes is not None:  # all ranks replay, and mostly one of them has made the NaN
+            replayer.clean = "found nothing on this rank"
         self._requested: set[str] = set()
         self._error: AnomalyError | None = None  # to be raised after the vote
         self._is_withheld = False  # whether the last due checkpoint was

@@ -219,6 +219,7 @@ class Replayer:
     def __init__(self, model: Module, optimizer: Optimizer | None, scaler: Any, replay: Callable[..., Any] | bool):
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
         self._step_fn = replay if callable(replay) else None
+        self.clean = CLEAN  # what is said of a step that was finite this time
         self.keeps_state = bool(replay)
         self._keeps_batch = self.keeps_state and (self._step_fn is None or takes_batch(self._step_fn))
         self._states = StepStateKeeper(model) if replay else None
@@ -275,7 +276,7 @@ class Replayer:
         self.culprit = find_culprit(
             self._model, chosen, state=states, batch=batch, optimizer=self._optimizer, scaler=self.scaler
         )
-        self.step, self.text = step, f"replay of step {step}: {CLEAN if self.culprit is None else self.culprit}"
+        self.step, self.text = step, f"replay of step {step}: {self.clean if self.culprit is None else self.culprit}"
         if states is None:
             self.text += f"\n{_NO_SAVED_STATE}"
         return self.culprit
