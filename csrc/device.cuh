@@ -137,12 +137,28 @@ GRADSTAT_DEVICE uint32_t times_half(uint32_t pair, uint32_t factor) {
 #endif
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr bool kHasFloat8Conversion = true;
+#else
+constexpr bool kHasFloat8Conversion = false;
+#endif
+
 // Bytes 0 and 2, each moved up by one byte, with zeros below.
 GRADSTAT_DEVICE uint32_t even_bytes_moved_up(uint32_t bytes) {
 #if defined(__CUDA_ARCH__)
   return __byte_perm(bytes, 0, 0x2404);
 #else
   return (bytes << 8) & 0xff00ff00u;
+#endif
+}
+
+// Converts four bytes, as e4m3, to two pairs of float16; NaN stays NaN. Requires kHasFloat8Conversion.
+GRADSTAT_DEVICE void e4m3_to_half_pairs([[maybe_unused]] uint32_t bytes, [[maybe_unused]] uint32_t* pairs) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, "
+      "high;}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(bytes));
 #endif
 }
 

@@ -129,14 +129,15 @@ struct PackedFormat : PackedExtremes<Packed> {
 };
 
 // 8-bit types are converted to float16, which holds their values exactly. An e5m2 code is the upper byte of
-// one. Otherwise the magnitude is shifted to the position of float16's exponent, and the number is multiplied
-// by a power of two. Infinity and NaN in float16 make the share unsafe. Codes whose meaning differs from that
-// of their bits in float16 are detected separately.
+// one; e4m3 has an instruction from sm_89 on. Otherwise the magnitude is shifted to the position of float16's
+// exponent, and the number is multiplied by a power of two. Infinity and NaN in float16 make the share unsafe.
+// Codes whose meaning differs from that of their bits in float16 are detected separately.
 template <DType kType>
 struct Float8Format : PackedExtremes<PackedHalf> {
   using Scale = ScaleFloat8;
   static constexpr int kElements = 16;
   static constexpr bool kIsWide = is_e5m2(kType), kHasNegativeZero = !is_fnuz(kType);
+  static constexpr bool kIsConverted = kType == DType::kFloat8E4M3FN && kHasFloat8Conversion;
 
   // Converts the bytes in the upper halves to two float16 numbers.
   GRADSTAT_DEVICE static uint32_t upper_bytes_to_half_pair(uint32_t bytes) {
@@ -148,8 +149,12 @@ struct Float8Format : PackedExtremes<PackedHalf> {
 
   // Converts four bytes to two pairs of float16, in unspecified order.
   GRADSTAT_DEVICE static void widen(uint32_t bytes, uint32_t* pairs) {
-    pairs[0] = upper_bytes_to_half_pair(even_bytes_moved_up(bytes));
-    pairs[1] = upper_bytes_to_half_pair(bytes & 0xff00ff00u);
+    if constexpr (kIsConverted) {
+      e4m3_to_half_pairs(bytes, pairs);
+    } else {
+      pairs[0] = upper_bytes_to_half_pair(even_bytes_moved_up(bytes));
+      pairs[1] = upper_bytes_to_half_pair(bytes & 0xff00ff00u);
+    }
   }
 
   // Sets the high bit of bytes that are 0x80, and possibly of bytes above such a byte.
@@ -186,7 +191,8 @@ struct Float8Format : PackedExtremes<PackedHalf> {
 
   // After the shift, NaN in e4m3 becomes 480, which is above all finite values.
   GRADSTAT_DEVICE static bool is_suspect(const Share<Float8Format>& share) {
-    return kType == DType::kFloat8E4M3FN && (widened_max(share.high) == 480 || widened_min(share.low) == -480);
+    constexpr bool kCanHide = kType == DType::kFloat8E4M3FN && !kIsConverted;
+    return kCanHide && (widened_max(share.high) == 480 || widened_min(share.low) == -480);
   }
 };
 
