@@ -110,6 +110,14 @@ class Responder:
                 wish = decision.judged(guard, optimizer, measured.norm, measured.flag, loss, backend)
         return wish
 
+    def stop(self, should_stop: bool = True) -> None:
+        """Sets ``should_stop``; ranks that respond together first agree on it."""
+        if should_stop and self._votes is not None:
+            self._requested.add("stop")
+        else:
+            self._requested.discard("stop")
+            self.should_stop = should_stop
+
     # After findings --------------------------------------------------------------------------------------
 
     def respond_to(self, monitor: Any, seen: list[Observation]) -> None:

@@ -57,7 +57,7 @@ class Results:
 
     @should_stop.setter
     def should_stop(self, should_stop: bool) -> None:
-        self.responder.should_stop = should_stop
+        self.responder.stop(should_stop)
 
     @property
     def culprit(self) -> Culprit | None:

@@ -500,9 +500,13 @@ def wanted(self: Rule, window: Any) -> list[Finding]:
     return [self.found(3, "loss", "it is on this rank")] if is_here else []
 
 
-@pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
+def stops(monitor: gradstat.Monitor, _finding: Finding) -> None:
+    monitor.should_stop = True
+
+
+@pytest.mark.parametrize("policy", ["stop", stops, "checkpoint", "raise"])
 @on_ranks(2)
-def test_policies_of_one_rank_are_carried_out_on_all(policy: str, tmp_path: Path) -> None:
+def test_policies_of_one_rank_are_carried_out_on_all(policy: Any, tmp_path: Path) -> None:
     rules = [*default_rules(), wanted()]
     callback = GradstatCallback(
         on_anomaly=["record", policy], rules=rules, options={"review_every": 1}, save_dir=tmp_path
@@ -512,7 +516,7 @@ def test_policies_of_one_rank_are_carried_out_on_all(policy: str, tmp_path: Path
         with pytest.raises(AnomalyError, match=words):
             fit_on_ranks([callback], Model())
         return
-    assert fit_on_ranks([callback], Model()).global_step == (4 if policy == "stop" else 8)
+    assert fit_on_ranks([callback], Model()).global_step == (4 if policy in ("stop", stops) else 8)
     assert callback.checkpoints == [tmp_path / "gradstat-step3.ckpt"] * (policy == "checkpoint")
     assert all(path.exists() for path in callback.checkpoints)
 
