@@ -8,6 +8,7 @@
 #include <Python.h>
 
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -75,6 +76,8 @@ struct Exchange {
   PyObject* is_conj = nullptr;
   PyObject* is_neg = nullptr;
   PyObject* is_sparse = nullptr;
+  // Where in a Python tensor the pointer to torch's tensor is, which is all that one of its C++ tensors holds.
+  size_t pointer_at = 0;
   // DLPack raises an error for a sparse tensor, and torch needs half a millisecond to build its message. After
   // the first such error, each tensor is asked whether it is sparse, which takes 0.1 us.
   bool check_sparse_first = false;
@@ -85,13 +88,22 @@ inline Exchange& exchange() {
   return instance;
 }
 
-// use_exchange(capsule, Tensor, Parameter, is_conj, is_neg, is_sparse) -> bool: whether this version of the
-// interface is supported.
+// The pointer to torch's tensor at an offset in a Python tensor.
+inline void* pointer_in(PyObject* tensor, size_t offset) {
+  void* pointer = nullptr;
+  std::memcpy(&pointer, reinterpret_cast<const char*>(tensor) + offset, sizeof(pointer));
+  return pointer;
+}
+
+// use_exchange(capsule, Tensor, Parameter, is_conj, is_neg, is_sparse, a tensor, its _cdata, size of a Python
+// tensor) -> bool: whether this version of the interface is supported.
 inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
-  PyObject* capsule = nullptr;
+  PyObject *capsule = nullptr, *tensor = nullptr;
   Exchange torchs;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &capsule, &torchs.tensor_type, &torchs.parameter_type,
-                        &torchs.is_conj, &torchs.is_neg, &torchs.is_sparse)) {
+  unsigned long long address = 0;
+  Py_ssize_t size = 0;
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOKn", &capsule, &torchs.tensor_type, &torchs.parameter_type,
+                        &torchs.is_conj, &torchs.is_neg, &torchs.is_sparse, &tensor, &address, &size)) {
     return nullptr;
   }
   torchs.api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
@@ -99,6 +111,12 @@ inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
   if (torchs.api->header.version.major != DLPACK_MAJOR_VERSION ||
       torchs.api->dltensor_from_py_object_no_sync == nullptr) {
     Py_RETURN_FALSE;
+  }
+  const auto end = static_cast<size_t>(size) - sizeof(void*);
+  torchs.pointer_at = sizeof(PyObject);
+  while (reinterpret_cast<uintptr_t>(pointer_in(tensor, torchs.pointer_at)) != address) {
+    torchs.pointer_at += sizeof(void*);
+    if (torchs.pointer_at > end) Py_RETURN_FALSE;
   }
   for (PyObject* kept :
        {torchs.tensor_type, torchs.parameter_type, torchs.is_conj, torchs.is_neg, torchs.is_sparse}) {
@@ -170,10 +188,8 @@ inline TypedView ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   view.sizes = dl.shape;
   view.strides = dl.strides;
   view.device_index = dl.device.device_id;
-  // ZeroTensors, which have no memory, and views at an offset into storage that was freed. No process is given
-  // addresses this low.
-  constexpr uintptr_t kLowest = 1 << 22;
-  if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) throw UseDispatcher();
+  void* pointer = pointer_in(tensor, exchange().pointer_at);
+  if (view.numel > 0 && !is_stored(reinterpret_cast<AtenTensorHandle>(&pointer), view)) throw UseDispatcher();
   // DLPack does not report lazily conjugated or negated tensors. A real tensor is lazily negated only as the
   // imaginary part of a conjugate: its elements are not adjacent then, and it is dense only with one element.
   const bool is_pair = dl.dtype.code == kDLComplex;

@@ -79,25 +79,32 @@ inline bool is_on(const Tensor& tensor, int32_t device_type) {
   return type == device_type;
 }
 
-// The metadata of a strided tensor. Its address is null if its storage, which may have been freed or shrunk,
-// does not hold as many adjacent elements.
+// Whether memory of a tensor's storage is at the address of its `view`, with as many adjacent elements. Storage
+// may have been freed or shrunk; then a view into it still has the address it would have.
+inline bool is_stored(AtenTensorHandle tensor, const TypedView& view) {
+  int64_t bytes = 0, offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor, &bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor, &offset));
+  const int64_t size = view.type.bits * view.type.lanes / 8;
+  if (size == 0 || view.numel > bytes / size - offset) return false;
+  return reinterpret_cast<uintptr_t>(view.data) != static_cast<uintptr_t>(offset * size);
+}
+
+// The metadata of a strided tensor. Its address is null if no memory is there, see `is_stored`.
 inline TypedView view_of(const Tensor& tensor) {
   AtenTensorHandle handle = tensor.get();
   TypedView view{{}, type_of(handle)};
-  int64_t *sizes = nullptr, *strides = nullptr, bytes = 0, offset = 0;
+  int64_t *sizes = nullptr, *strides = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.dims));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &offset));
   view.sizes = sizes;
   view.strides = strides;
-  const int64_t stored = view.type.bits > 0 ? bytes / (view.type.bits / 8) - offset : 0;
-  if (view.numel > 0 && view.numel <= stored) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
-  }
+  if (view.numel == 0) return view;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
+  if (!is_stored(handle, view)) view.data = nullptr;
   return view;
 }
 

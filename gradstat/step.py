@@ -144,7 +144,8 @@ def guarded_step(
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a gradient
             was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp.GradScaler`
             or another guarded step); a closure is combined with a scaler; during CUDA graph capture, it is this
-            optimizer's first guarded step, or skipping would need the host.
+            optimizer's first guarded step, or skipping would need the host; a gradient is laid out in memory unlike
+            its parameter, which torch's fused optimizers do not notice.
         NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`; or a gradient is
             sparse, and ``max_norm`` is `AGC`.
     """
@@ -249,6 +250,8 @@ class _Step(NamedTuple):
                 record, counters = self._measured(named, collected, in_place)
                 if counters is None:
                     counters = counters_on(optimizer, record.home)
+                if honors:
+                    self._require_fused_layout(named.parameters, collected, record, counters)
                 if not record.is_counted:
                     self._judge(record, counters.tensor)
                 if isinstance(clip, AdaptiveClip) and gradients:
@@ -257,7 +260,7 @@ class _Step(NamedTuple):
                 try:
                     stepped, returned = record.step_optimizer(optimizer, honors, gradients, rewrites, self.skips)
                 except BaseException:
-                    counters.steps.sub_((~record.skipped(self.skips)).to(torch.int64))  # it was counted as taken
+                    self._uncount(record, counters)
                     raise
         finally:
             announce.step_ended(optimizer)  # also if it was skipped
@@ -356,6 +359,21 @@ class _Step(NamedTuple):
         if wish is not None and wish.guard is not None and wish.reason is not None:
             record.take_over(wish.flag, wish.reason)
         return record, counters
+
+    def _require_fused_layout(
+        self, parameters: list[Tensor], gradients: Gradients, record: StepRecord, counters: StepCounters
+    ) -> None:
+        try:
+            infos, name_of = record.rows.infos, record.labels.of
+            optimizers.require_fused_layout(self.optimizer, parameters, gradients, infos, name_of)
+        except RuntimeError:
+            if record.is_counted:
+                self._uncount(record, counters)
+            raise
+
+    def _uncount(self, record: StepRecord, counters: StepCounters) -> None:
+        """Takes back that a step, which raised, was counted as taken."""
+        counters.steps.sub_((~record.skipped(self.skips)).to(torch.int64))
 
     def _is_awaited(self, named: NamedParameters) -> bool:
         """Whether other ranks may wait for this one, which has no gradients. RuntimeError if a scaler needs some."""

@@ -6,6 +6,7 @@ Lists of ordinary tensors on one device go directly to the compiled kernels, oth
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -235,7 +236,9 @@ def _prepared(tensors: list[Any], name_of: NameOf, backend: str | None, in_place
         for row, position in enumerate(positions) if sparse else ():
             if position in sparse:
                 _locate_(table[row], sparse[position])
-    infos = infos_of(plain, signature if len(groups) == 1 else None)
+    # The signature of copies says nothing about the layout of the tensors, which `infos_of` stands for.
+    is_theirs = len(groups) == 1 and all(map(operator.is_, plain, tensors))
+    infos = infos_of(plain, signature if is_theirs else None)
     if sparse:
         infos = [
             info._replace(shape=sparse[i].shape, stored=info.numel) if i in sparse else info

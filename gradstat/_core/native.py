@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradstat import _fields
 from gradstat._core import norms
@@ -188,11 +189,17 @@ def _load(name: str) -> Any:
     except ImportError as error:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
     check_fingerprint(module.fingerprint(), path)
-    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is not None:  # older torch lacks it, and every call then takes the slow path
-        is_sparse = operator.attrgetter("is_sparse")
-        module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, is_sparse)
+    exchange_tensors(module)
     return module
+
+
+def exchange_tensors(module: Any) -> None:
+    """Lets the functions of a library take Python tensors directly. With older torch all calls are dispatched."""
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is not None:
+        predicates = (Tensor.is_conj, Tensor.is_neg, operator.attrgetter("is_sparse"))
+        one = torch.empty(0)
+        module.use_exchange(exchange, Tensor, Parameter, *predicates, one, one._cdata, Tensor.__basicsize__)
 
 
 def _register_fakes() -> None:

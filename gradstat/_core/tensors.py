@@ -187,12 +187,20 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
     dispatches = type(inner).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if inner.layout is not torch.strided or dispatches or inner._is_zerotensor():
         return None
-    if inner.numel() and not inner.untyped_storage().nbytes():
-        return ValueError, (
-            "has no storage (resized to 0, as FSDP does after resharding); measure it before that, or drop it "
-            "(p.grad = None)"
-        )
+    stored, needed = inner.untyped_storage().nbytes(), _bytes_needed(inner)
+    if stored < needed:
+        what = f"needs {needed} bytes of storage, which was shrunk to {stored}" if stored else "has no storage"
+        why = "as programs that offload do" if stored else "resized to 0, as FSDP does after resharding"
+        return ValueError, f"{what} ({why}); measure it before that, or drop it (p.grad = None)"
     return None
+
+
+def _bytes_needed(tensor: Tensor) -> int:
+    """How many bytes the storage of a strided tensor must have."""
+    if not tensor.numel():
+        return 0
+    last = int(tensor.storage_offset()) + sum(stride * (size - 1) for stride, size in strides_of(tensor))
+    return (last + 1) * tensor.element_size()
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
@@ -256,16 +264,16 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous() or tensor.numel() <= 1:
         return True
     expected = 1
-    for stride, size in _strides(tensor):
+    for stride, size in sorted(strides_of(tensor)):
         if stride != expected:
             return False
         expected *= size
     return True
 
 
-def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """``(stride, size)`` of the dimensions with more than one index, smallest stride first."""
-    return sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+def strides_of(tensor: Tensor) -> list[tuple[int, int]]:
+    """``(stride, size)`` of the dimensions with more than one index, in order."""
+    return [(s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -303,7 +311,7 @@ def _require_own_memory(tensor: Tensor, name_of: NameOf, i: int) -> None:
 
 def _overlaps(tensor: Tensor) -> bool:
     extent = 0
-    for stride, size in _strides(tensor):
+    for stride, size in sorted(strides_of(tensor)):
         if stride <= extent:
             return True
         extent += stride * (size - 1)

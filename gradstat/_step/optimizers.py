@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch.nn import Module
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from gradstat._core.engines import refuse_engine
+from gradstat._core.parameters import Gradients
+from gradstat._core.tensors import NameOf, TensorInfo, is_dense, shard_of, strides_of
 
 
 def original_step(kind: Any) -> Any:
@@ -106,6 +109,37 @@ def honors_found_inf(optimizer: Optimizer) -> bool:
                 return False
         return True
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not traits.accepts_scaler
+
+
+# By optimizer, of gradients whose layout its fused step takes: the metadata in a measurement, one object while no
+# gradient's layout changes.
+_known_layouts: weakref.WeakKeyDictionary[Optimizer, Sequence[TensorInfo]] = weakref.WeakKeyDictionary()
+
+
+def require_fused_layout(
+    optimizer: Optimizer, parameters: list[Tensor], gradients: Gradients, infos: Sequence[TensorInfo], name_of: NameOf
+) -> None:
+    """Raises RuntimeError, by name, for a gradient that torch's fused step would take for another.
+
+    Those kernels read, and with a divisor write, as many elements of each gradient as its parameter has, in the order
+    in memory, whatever the strides. ``infos`` are those of the ``gradients`` of ``parameters``, as measured.
+    """
+    if _known_layouts.get(optimizer) is infos or not traits_of(type(optimizer)).has_fused_step:
+        return
+    for i, pair in enumerate(zip(gradients.owners(parameters), gradients.tensors, strict=True)):
+        parameter, gradient = map(shard_of, pair)
+        if gradient.layout is torch.strided and not (is_dense(gradient) and _are_alike(parameter, gradient)):
+            raise RuntimeError(
+                f"the gradient of {name_of(i)!r} has strides {gradient.stride()}, its parameter of shape "
+                f"{tuple(parameter.shape)} has {parameter.stride()}, and torch's fused step ignores both; assign "
+                "p.grad = torch.empty_like(p).copy_(p.grad), or make the optimizer without fused=True"
+            )
+    _known_layouts[optimizer] = infos
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors of one shape have their elements in the same order in memory."""
+    return one.stride() == other.stride() or strides_of(one) == strides_of(other)
 
 
 @contextlib.contextmanager

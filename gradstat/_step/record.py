@@ -260,6 +260,8 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     step = StepRequest(max_norm, loss_scale, None)
     with torch.no_grad():
         record = StepRecord.of(named, gradients, step, in_place=isinstance(clip, TensorClip))
+        infos = record.rows.infos
+        optimizers.require_fused_layout(optimizer, named.parameters, gradients, infos, given.name_of)
         is_unscaled = clip is not None and record.limit_(clip, given.tensors, given.parameters)
         divisor = torch.ones_like(loss_scale) if is_unscaled else record.verdict[DIVISOR]
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]

@@ -3,13 +3,14 @@
 import ctypes
 import fcntl
 import importlib.util
-import operator
 import os
 import subprocess
 import sysconfig
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
+
+from gradstat._core.native import exchange_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "tests" / "cuda_on_cpu"
@@ -30,7 +31,6 @@ def build(folder: Path) -> ctypes.CDLL:
 
 def module(launchers: Path) -> Any:
     """The extension module of tests/cuda_on_cpu/module.cpp, over a library of launchers; made beside it."""
-    import torch
     from torch.utils.cpp_extension import include_paths, library_paths
 
     target = launchers.with_name("module.so")
@@ -43,9 +43,8 @@ def module(launchers: Path) -> Any:
             flags += [str(launchers), *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
             subprocess.run(["g++", *flags, "-Wl,-rpath,$ORIGIN", "-o", str(target)], check=True)
     spec = importlib.util.spec_from_loader("_C_cuda", ExtensionFileLoader("_C_cuda", str(target)))
-    made, of = importlib.util.module_from_spec(spec), torch.Tensor
-    api = of.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
-    made.use_exchange(api, of, torch.nn.Parameter, of.is_conj, of.is_neg, operator.attrgetter("is_sparse"))
+    made = importlib.util.module_from_spec(spec)
+    exchange_tensors(made)
     return made
 
 

@@ -53,23 +53,40 @@ ENTRIES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def freed(t: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(t)
+    parameter.grad = torch.ones(t.shape, dtype=t.dtype)
+    return parameter
+
+
 BELOW: dict[str, Callable[[Tensor], object]] = {
     "stats by the reference": lambda t: gradstat.stats([t], backend="reference"),
+    "check_async": lambda t: gradstat.check_async([parameter_with(t)]),
+    "AGC": lambda t: gradstat.AGC().clip_([parameter_with(t)]),
+    "AdaGC": lambda t: gradstat.AdaGC().clip_([parameter_with(t)]),
+    "ZClip": lambda t: gradstat.ZClip().clip_([parameter_with(t)]),
+    "a fused step": lambda t: gradstat.guarded_step(torch.optim.Adam([parameter_with(t)], fused=True), max_norm=1.0),
+    "a parameter": lambda t: gradstat.AGC().clip_([freed(t)]),
     "the operator": lambda t: torch.ops.gradstat.stats([torch.ones(1), t]),
     "the operator that scales": lambda t: torch.ops.gradstat.scale_([t], torch.ones((), dtype=torch.float64)),
 }
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES, *BELOW])
-@pytest.mark.parametrize("offset", [0, 16, 1 << 18])
-def test_a_storage_that_was_freed_is_refused(entry: str, offset: int) -> None:
+@pytest.mark.parametrize("left", [0, 24])
+def test_storage_that_was_freed_or_shrunk_is_refused(entry: str, left: int) -> None:
     gradstat.stats([torch.ones(1)])  # loads the operators
-    whole = torch.ones(offset + 8)
-    part = whole[offset:]
-    whole.untyped_storage().resize_(0)
-    message = r"tensor [01] has no memory" if "operator" in entry else r"has no storage \(resized to 0.*p\.grad = None"
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        {**ENTRIES, **BELOW}[entry](part)
+    wide = {"dtype": torch.float64}
+    # Views at any offset, one so far inside that its address looks like one of memory; not dense; complex.
+    wholes = [torch.ones(size, **kind) for size, kind in ((8, {}), (24, wide), (1 << 18, {}), (1 << 22, {}))]
+    parts = [whole[-8:] for whole in wholes]
+    parts += [torch.ones(16)[1::2], torch.ones(8, dtype=torch.complex64), torch.ones(2, 3, 4, 5, 6, 7).transpose(0, 5)]
+    message = "(has no storage.*resized to 0|storage, which was shrunk to 24).*p.grad = None"
+    for part in parts:
+        part.untyped_storage().resize_(left)
+        refused = r"tensor [01] (has no memory|is not dense)" if "operator" in entry else message
+        with pytest.raises((ValueError, RuntimeError), match=refused):
+            {**ENTRIES, **BELOW}[entry](part)
 
 
 @pytest.mark.filterwarnings("ignore:.*data pointer of FakeTensor")

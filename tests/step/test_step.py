@@ -722,3 +722,29 @@ def test_a_step_whose_hook_raised_is_not_counted(fused: bool, skips: bool, guard
         assert not {"found_inf", "grad_scale"} & set(vars(optimizer))
         hook.remove()
     assert step() == gradstat.StepCounts(2, 0, 0)
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.ones(1).expand(4, 6, 5),
+    "expanded in one dimension": lambda: torch.randn(4, 1, 5).expand(4, 6, 5),
+    "strided": lambda: torch.randn(4, 6, 10)[..., ::2],
+    "transposed": lambda: torch.randn(5, 4, 6).permute(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, is_fused) in OPTIMIZERS.items() if is_fused])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_fused_step_refuses_gradients_in_another_layout(kind: str, layout: str, max_norm: float | None) -> None:
+    first, second = nn.Parameter(torch.ones(4, 6, 5)), nn.Parameter(torch.ones(4, 1, 5))
+    optimizer = OPTIMIZERS[kind][0]([first, second])
+    # Strides of a dimension of one element do not matter.
+    first.grad, second.grad = torch.randn(4, 6, 5), torch.randn(4, 1, 5).as_strided((4, 1, 5), (5, 77, 1))
+    gradstat.guarded_step(optimizer, max_norm)
+    before, first.grad = first.detach().clone(), LAYOUTS[layout]()
+    with pytest.raises(RuntimeError, match=r"group0\.0.*(assign .*copy_\(p\.grad\)|\.clone\(\))"):
+        gradstat.guarded_step(optimizer, max_norm)
+    assert torch.equal(first, before)
+    assert gradstat.step_counters(optimizer).read(wait=True).steps == 1
+    first.grad = torch.empty_like(first).copy_(first.grad)
+    assert not gradstat.guarded_step(optimizer, max_norm).skipped
