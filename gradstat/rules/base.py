@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from gradstat._core.text import expect, printable
 from gradstat.recording.findings import SEVERITIES, Finding, Severity
 from gradstat.rules.rows import Bools, Floats, Rows, Window
 
+_T = TypeVar("_T")
+
 Band = tuple[float, float]
 """A closed interval of a scalar; a step outside of it is reviewed at once."""
 
@@ -24,11 +26,15 @@ Band = tuple[float, float]
 WRONG_SIGN = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
 # Causes of a level that changes and stays, for the rules on losses and norms.
 CHANGED = ("a change of data or labels, of loss weights or of the model's mode (train or eval) at this step",)
-# Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
-NEVER_INITIALISED: dict[str, Any] = {
-    "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
-    "advice": ("initialise it, or load a checkpoint that contains it", "check which other modules were left out"),
-}
+
+
+class _Carried(NamedTuple):
+    initial: Any
+
+
+def carried(initial: _T) -> _T:
+    """Declares, in the class of a rule, what each instance keeps from step to step: a copy of ``initial`` at first."""
+    return cast("_T", _Carried(initial))
 
 
 class Rule:
@@ -54,6 +60,10 @@ class Rule:
 
     def __init__(self) -> None:
         self._episodes = Episodes(self.quiet)
+        for name in dir(type(self)):
+            declared = getattr(type(self), name)
+            if isinstance(declared, _Carried):
+                setattr(self, name, copy.deepcopy(declared.initial))
 
     def review(self, window: Window) -> Iterable[Finding]:
         """Finds problems in the steps of ``window``.
@@ -268,9 +278,7 @@ class LastingRule(Rule):
 
     quiet = 1000
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lasts_for, self._since, self._times = PerName(0.0), PerName(0), PerName(0.0)
+    _lasts_for, _since, _times = carried(PerName(0.0)), carried(PerName(0)), carried(PerName(0.0))
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         """Whether the condition has begun more than once for one of the tensors ``names``."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import LastingRule, Rule, median
+from gradstat.rules.base import LastingRule, Rule, carried, median
 from gradstat.rules.rows import Floats, Rows, RunSettings, Window
 
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
@@ -38,14 +38,12 @@ class BatchRange(Rule):
     causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._unscaled = 0.0  # the deviation of such an input
-        self._losses: list[float] = []  # the first ones, if there is one
-        self._largest: dict[str, float] = {}
-        self._least_spread: dict[str, float] = {}
-        self._seen: dict[str, int] = {}
-        self._low_for: dict[str, int] = {}
+    _unscaled = carried(0.0)  # the deviation of such an input
+    _losses = carried(list[float]())  # the first ones, if there is one
+    _largest = carried(dict[str, float]())
+    _least_spread = carried(dict[str, float]())
+    _seen = carried(dict[str, int]())
+    _low_for = carried(dict[str, int]())
 
     def review(self, window: Window) -> Iterable[Finding]:
         yield from self._begins_badly(window)
@@ -185,9 +183,9 @@ class _RankRule(Rule):
         raise NotImplementedError
 
 
-# The share of steps that brought a change before, weighted over the last 32 or so. If changes come by chance, the
-# chance of 20 steps without one is then 0.4 ** 20.
-_CHANGING = 0.6
+# Steps in a row; and the share of steps that brought a change before, weighted over the last 32 or so. If changes come
+# by chance, the chance of 20 steps without one is then 0.4 ** 20.
+_IN_A_ROW, _CHANGING = 20, 0.6
 
 
 class RepeatedBatch(_RankRule):
@@ -197,9 +195,6 @@ class RepeatedBatch(_RankRule):
     batches are the same if equally many rows of gradients are zero: an embedding has such rows for tokens that are not
     in the batch. The smallest number so far does not count, as a batch may contain all tokens. A training that begins
     with repeated batches is not reported, since all its data may be in one batch.
-
-    Args:
-        in_a_row: Number of steps.
     """
 
     name = "repeated-batch"
@@ -207,14 +202,9 @@ class RepeatedBatch(_RankRule):
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
 
-    def __init__(self, in_a_row: int = 20) -> None:
-        super().__init__()
-        self.in_a_row = in_a_row
-        # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
-        self._last: dict[str, float] = {}
-        self._least: dict[str, float] = {}
-        self._share: dict[str, float] = {}
-        self._same_for: dict[str, float] = {}
+    # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
+    _last, _least = carried(dict[str, float]()), carried(dict[str, float]())
+    _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]())
 
     def review(self, window: Window) -> Iterable[Finding]:
         yield from super().review(window)
@@ -245,7 +235,7 @@ class RepeatedBatch(_RankRule):
             share = kept * share + is_other / 32
         last, least = sums[-1], min(least, *sums)
         self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
-        is_same = same_for >= self.in_a_row and share > _CHANGING * kept**same_for
+        is_same = same_for >= _IN_A_ROW and share > _CHANGING * kept**same_for
         # Inputs of a single value are no batch; `BatchRange` tells about them.
         return is_same and (
             last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())

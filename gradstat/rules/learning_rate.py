@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import HUGE, Band, Records, Rule, around, bounded, risen
+from gradstat.rules.base import HUGE, Band, Records, Rule, around, bounded, carried, risen
 from gradstat.rules.rows import Floats, Observation, Window, rate_name
 
 # Conventions of gradstat. A rate jumps if it grows or falls by more than these factors in one step; step schedules
@@ -34,13 +34,11 @@ _SETTINGS = ("a schedule that sets it in place of lr", "an optimizer that was re
 class _FollowedRule(Rule):
     """Base of a rule about growths of a setting, which count if losses or norms rise after them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self._last = -1
-        self._grown = Records(4)
+    # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
+    _losses = carried(list[float]())
+    _norms = carried(list[float]())
+    _last = carried(-1)
+    _grown = carried(Records(4))
 
     def bands(self) -> Mapping[str, Band]:
         (losses, _), (norms, _) = self._around(int(self._grown[0][1])) if self._grown else 2 * [((), ())]
@@ -92,17 +90,15 @@ class LearningRateJump(_FollowedRule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._course: list[float] = []  # the last rates of the first group
-        # By series, as `rate_name` calls them.
-        self._before: dict[str, float] = {}
-        self._largest: dict[str, float] = {}
-        self._zero_for: dict[str, int] = {}
-        self._scheduled: dict[str, float] = {}
-        self._change: dict[str, float] = {}
-        self._settings: dict[str, float] = {}  # when last looked at
-        self._looked = 0
+    _course = carried(list[float]())  # the last rates of the first group
+    # By series, as `rate_name` calls them.
+    _before = carried(dict[str, float]())
+    _largest = carried(dict[str, float]())
+    _zero_for = carried(dict[str, int]())
+    _scheduled = carried(dict[str, float]())
+    _change = carried(dict[str, float]())
+    _settings = carried(dict[str, float]())  # when last looked at
+    _looked = carried(0)
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf), **super().bands()}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
-from gradstat.rules.base import Band, LastingRule, PerName, Rule, series
+from gradstat.rules.base import Band, LastingRule, PerName, Rule, carried, series
 from gradstat.rules.rows import Floats, Rows, Window
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -41,9 +41,8 @@ class GradientsNotZeroed(Rule):
     )
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
 
-    def __init__(self) -> None:
-        self._run = 0
-        self._reported = False
+    _run = carried(0)
+    _reported = carried(False)
 
     def bands(self) -> Mapping[str, Band]:
         return {} if self._reported else {"not_zeroed": (-math.inf, 0.0)}
@@ -94,11 +93,9 @@ class MomentumDrift(Rule):
     )
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._largest = 0.0
-        self._ratio = self._norm = 0.0  # the smallest so far, as for `_LEAST`, the ratio at most 1; 0 if none
-        self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
+    _largest = carried(0.0)
+    _ratio, _norm = carried(0.0), carried(0.0)  # the smallest so far, as for `_LEAST`, the ratio at most 1; 0 if none
+    _lowest, _count = carried(math.inf), carried(0)  # since the momenta were measured: the lowest norm, and steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum = window.run.momentum
@@ -187,9 +184,7 @@ class SecondMomentDrop(Rule):
         "if states were cleared on purpose, warm up the learning rate again",
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._norms, self._when = PerName(0.0), PerName(0)
+    _norms, _when = carried(PerName(0.0)), carried(PerName(0))
 
     def review(self, window: Window) -> Iterable[Finding]:
         decay = window.run.second_moment_decay

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Records
+from gradstat.rules.base import Records, carried
 from gradstat.rules.course import LOOK, RISES, LearningRule
 from gradstat.rules.output_facts import Activation, OutputFacts
 from gradstat.rules.rows import Window
@@ -44,9 +44,7 @@ class ActivatedOutputs(LearningRule):
     # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
     _CHANCE = 0.9, 1.1
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
+    _were_logits = carried(False)  # whether the loss has taken the softmax of outputs without activation
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, facts, _ in looks(window):
@@ -75,9 +73,7 @@ class SoftmaxDimension(LearningRule):
     causes = ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
     advice = ("give dim= the dimension of the classes: -1 if it is the last",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._times = 0
+    _times = carried(0)
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, facts, _ in looks(window):
@@ -155,11 +151,9 @@ class EqualTargets(LearningRule):
     # batches have one label each is as unlikely by the share of those that had, which counts as 2 ** -4 if it is less.
     _ALIKE, _BITS, _MOST_BITS = 90, 16, 4
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._labels = Records(3)  # of the last batches with one label: step, label, how often
-        self._alike = self._differ = 0  # batches before these: with one label, with several
-        self._ratios = Records(3)
+    _labels = carried(Records(3))  # of the last batches with one label: step, label, how often
+    _alike, _differ = carried(0), carried(0)  # batches before these: with one label, with several
+    _ratios = carried(Records(3))
 
     def judge(self, window: Window) -> Iterable[Finding]:
         if not self._count:
@@ -214,10 +208,8 @@ class RawTargets(LearningRule):
     # Standard deviations, conventions: outputs of a fresh model have one of about 1.
     _SPREAD, _APART = 20.0, 50.0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._outputs = math.nan  # the deviation of the first outputs, 0 if that of targets is not large
-        self._ratios = Records(3)
+    _outputs = carried(math.nan)  # the deviation of the first outputs, 0 if that of targets is not large
+    _ratios = carried(Records(3))
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for _, facts, loss in () if window.run.has_rival else looks(window):
@@ -256,11 +248,9 @@ class UnrelatedOutputs(LearningRule):
     # errors; above it and above more of them it is known.
     _STEPS, _RELATED, _FEW, _MANY = 240, 0.1, 2, 3
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._ratios = Records(3)
-        self._related: list[float] = []  # the last correlations, since targets are known
-        self._since, self._lr = 0, math.nan  # the last step in which outputs followed; the rate in the last look
+    _ratios = carried(Records(3))
+    _related = carried(list[float]())  # the last correlations, since targets are known
+    _since, _lr = carried(0), carried(math.nan)  # the last step in which outputs followed; the rate in the last look
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, facts, loss in () if window.run.has_rival else looks(window):

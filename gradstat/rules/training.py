@@ -13,7 +13,7 @@ from gradstat._core.text import count_of
 from gradstat.guard import OF_MEDIAN, THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
-from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, series
+from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, series
 from gradstat.rules.rows import Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
@@ -60,10 +60,11 @@ class LossSpike(SpikeRule, LevelRule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
+    _lowest, _error = carried(math.inf), carried(0.0)
+
     def __init__(self, series: str = "loss", sigmas: float = THRESHOLD) -> None:
         super().__init__()
         self.series, self.sigmas = series, sigmas
-        self._lowest, self._error = math.inf, 0.0
 
     def set_limits(self) -> None:
         super().set_limits()
@@ -213,11 +214,10 @@ class OptimizerCoverage(Rule):
         "pass it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
     )
 
-    def __init__(self) -> None:
-        self._reported: dict[str, int] = {}  # what was found of which parameter, and when
-        self._first_look = -1
-        self._before: dict[str, float] = {}  # sums of parameters that an optimizer of one lacks
-        self._last_look, self._has_stepped = 0, False
+    _reported = carried(dict[str, int]())  # what was found of which parameter, and when
+    _first_look = carried(-1)
+    _before = carried(dict[str, float]())  # sums of parameters that an optimizer of one lacks
+    _last_look, _has_stepped = carried(0), carried(False)
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("untrained"):
