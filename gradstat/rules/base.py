@@ -273,7 +273,23 @@ def run_lengths(condition: Bools, lengths: Floats) -> Floats:
     return every
 
 
-class LastingRule(Rule):
+class RowsRule(Rule):
+    """Base of rules that look at tensors of some ``kinds``."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in self.kinds:
+            rows = window.rows(kind)
+            if rows is not None:
+                yield from self.judge(window, rows, kind)
+
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        """Finds problems in the ``rows`` of a kind."""
+        raise NotImplementedError
+
+
+class LastingRule(RowsRule):
     """Base of rules about a condition that holds for several measurements of a tensor in a row."""
 
     quiet = 1000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
 from gradstat.rules.base import LastingRule, Rule, carried, median
-from gradstat.rules.rows import Floats, Rows, RunSettings, Window
+from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
 _OFFSET = 5.0  # the smallest magnitude of values of one sign over the largest one before
@@ -119,13 +119,11 @@ class ConstantFeature(LastingRule):
     """
 
     name = "constant-feature"
+    kinds = ("constant",)
     causes = ("columns that were filled with a default, or lost in preprocessing", "one sample repeated many times")
     advice = ("look at these features in the data loader's output", "leave constant columns out")
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("constant")
-        if rows is None:
-            return
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         is_constant = rows.mean > _SHARE
         for row, i in zip(*is_constant.nonzero(), strict=True):
             is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
@@ -168,19 +166,16 @@ class LabelRange(Rule):
 
 
 class _RankRule(Rule):
-    """Base of rules about a comparison of ranks; ``observed`` is the kind of its observations."""
+    """Base of rules about a comparison of ranks."""
 
     severity = "error"
     quiet = 1000
-    observed = ""
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed(self.observed):
+    def _failed(self, window: Window, kind: str) -> Iterator[tuple[int, Any]]:
+        """The steps in which a comparison of a ``kind`` failed anew, and the reports."""
+        for seen in window.observed(kind):
             if not seen.value.ok and self._episodes.record("", seen.step):
-                yield self._finding(seen.step, seen.value, window.run)
-
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        raise NotImplementedError
+                yield seen.step, seen.value
 
 
 # Steps in a row; and the share of steps that brought a change before, weighted over the last 32 or so. If changes come
@@ -198,7 +193,6 @@ class RepeatedBatch(_RankRule):
     """
 
     name = "repeated-batch"
-    observed = "batches"
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
 
@@ -207,7 +201,9 @@ class RepeatedBatch(_RankRule):
     _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]())
 
     def review(self, window: Window) -> Iterable[Finding]:
-        yield from super().review(window)
+        for step, report in self._failed(window, "batches"):
+            repeated = [list(ranks) for ranks in report.repeated]
+            yield self.found(step, "batch", str(report), about="batch", ranks=repeated)
         measured = [kind for kind in INPUT_KINDS if window.rows(kind) is not None]
         for kind in measured or ["gradient"]:
             rows = window.rows(kind)
@@ -241,10 +237,6 @@ class RepeatedBatch(_RankRule):
             last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())
         )
 
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        repeated = [list(ranks) for ranks in report.repeated]
-        return self.found(step, "batch", str(report), about="batch", ranks=repeated)
-
 
 def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
     """Of gradients with rows of zeros their positions, and how many such rows, ``[m, k]``, if all zeros are in some.
@@ -273,7 +265,6 @@ class ReplicaMismatch(_RankRule):
     """Replicas whose parameters differ; needs ``watch={"replicas": n}``."""
 
     name = "replica-mismatch"
-    observed = "replicas"
     causes = (
         "a rank that skipped or took a step alone, by a decision on the host that the other ranks did not make",
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
@@ -284,23 +275,25 @@ class ReplicaMismatch(_RankRule):
         "decide on skips with all-reduced values",
     )
 
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
+    def review(self, window: Window) -> Iterable[Finding]:
+        for step, report in self._failed(window, "replicas"):
+            yield self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
 
 
 class NonfiniteRank(_RankRule):
     """The rank that brought NaN or Inf into reduced gradients; needs ``watch={"origin": 1}``."""
 
     name = "nonfinite-rank"
-    observed = "origin"
     quiet = 1
     causes = ("a damaged batch or faulty memory on that rank: gradients of others were finite before the reduction",)
     advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
 
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        names = list(report.nonfinite)  # without the prefix of DDP
+    def review(self, window: Window) -> Iterable[Finding]:
+        run = window.run
         as_watched = {name.removeprefix("module."): name for name in run.backward_order}
-        name = run.first_in_backward([as_watched.get(name, name) for name in names])
-        severity: Severity = "info" if run.is_scaled else self.severity  # occasional overflows are normal
-        ranks = sorted({report.rank_of(name) for name in names})
-        return self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)
+        for step, report in self._failed(window, "origin"):
+            names = list(report.nonfinite)  # without the prefix of DDP
+            name = run.first_in_backward([as_watched.get(name, name) for name in names])
+            severity: Severity = "info" if run.is_scaled else self.severity  # occasional overflows are normal
+            ranks = sorted({report.rank_of(name) for name in names})
+            yield self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)

@@ -258,10 +258,8 @@ class DeadGradient(_AbsentGradientRule):
 
     _STEPS = 20  # in a row; some models begin with a factor of zero, which the first steps change
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows, parameters = window.rows("gradient"), window.latest.get("parameter")
-        if rows is None:
-            return
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        parameters = window.latest.get("parameter")
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
         for row, fresh, lengths, since in self.lasting(rows, dead, self._STEPS):
             if (lengths >= self._STEPS).sum() == rows.present[row].sum():
@@ -324,12 +322,9 @@ class MissingGradient(_AbsentGradientRule):
         came_back = (self._times.values_for(names) > 0) & (self._lasts_for.values_for(names) == 0)
         return super().is_intermittent(names) or bool(came_back.any())
 
-    def review(self, window: Window) -> Iterable[Finding]:
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
             self._resting = dict.fromkeys(seen.value.unused, seen.step)
-        rows = window.rows("gradient")
-        if rows is None:
-            return
         missing = np.zeros(rows.present.shape, dtype=bool)
         for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
