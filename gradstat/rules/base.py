@@ -59,7 +59,7 @@ class Rule:
     explained_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self._episodes = Episodes(self.quiet)
+        self._episodes: dict[str, int] = {}  # the last step of each problem, by name
         for name in dir(type(self)):
             declared = getattr(type(self), name)
             if isinstance(declared, _Carried):
@@ -82,6 +82,12 @@ class Rule:
     def bands(self) -> Mapping[str, Band]:
         """By scalar, the interval in which a step needs no immediate review."""
         return {}
+
+    def begins(self, problem: str, step: int) -> bool:
+        """Notes a ``problem``, by a name, in ``step``; returns whether it is new, or was not met for `quiet` steps."""
+        last = self._episodes.get(problem)
+        self._episodes[problem] = int(step)
+        return last is None or step - last > self.quiet
 
     def found(
         self,
@@ -127,6 +133,7 @@ class Rule:
             ValueError: A value is not of the kind that the rule keeps there; nothing is loaded.
         """
         require(state, MAPPING, self.name)
+        require(state.get("_episodes", {}), {str: WHOLE}, f"{self.name}._episodes")
         is_own = type(self).__module__.startswith("gradstat.")  # what users keep may change its type
         held = {key: value for key, value in vars(self).items() if key.startswith("_") and key in state}
         loaded = {key: _loaded(value, state[key], f"{self.name}.{key}", is_own) for key, value in held.items()}
@@ -155,9 +162,6 @@ def _loaded(held: Any, value: Any, place: str, is_own: bool) -> Any:
     if isinstance(held, PerName):
         require(value, {str: WHOLE if isinstance(held.initial, int) else NUMBER}, place)
         return PerName(held.initial, value)
-    if isinstance(held, Episodes):
-        require(value, {str: WHOLE}, place)
-        return Episodes(held.quiet, value)
     if isinstance(held, Records):
         require(value, [[FINITE]], place)
         require([*map(len, value)], [exactly(held.width)], f"{place}, lengths")
@@ -186,20 +190,6 @@ class PerName:
 
     def saved(self) -> dict[str, float]:
         return dict(zip(self._names, self._values.tolist(), strict=True))
-
-
-class Episodes(dict[str, int]):
-    """The last step of each problem, by name; after ``quiet`` steps without it, a new episode begins."""
-
-    def __init__(self, quiet: int = 100, saved: Mapping[str, int] = MappingProxyType({})) -> None:
-        super().__init__(saved)
-        self.quiet = quiet
-
-    def record(self, name: str, step: int) -> bool:
-        """Records the problem ``name`` in ``step``; returns whether that begins a new episode."""
-        last = self.get(name)
-        self[name] = int(step)
-        return last is None or step - last > self.quiet
 
 
 class Records(list[list[float]]):
@@ -320,7 +310,7 @@ class LastingRule(RowsRule):
             since[lengths == 1] = step
             times += lengths == 1
             due = np.flatnonzero(lengths == needed[row]).tolist()
-            fresh = [i for i in due if self._episodes.record(names[i], step)]
+            fresh = [i for i in due if self.begins(names[i], step)]
             if fresh:
                 yield row, fresh, lengths, since
 

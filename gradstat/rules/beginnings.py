@@ -24,7 +24,7 @@ class HeavyDropout(Rule):
         for seen in window.observed("dropped"):
             if seen.value and not self._episodes:
                 name, step = seen.value[0] or "model", 0 if seen.step <= SOON else seen.step
-                self._episodes.record(name, step)
+                self.begins(name, step)
                 text = f"the dropout of {seen.value[0] or 'the model'} leaves less than a tenth"
                 text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
                 yield self.found(step, name, text, "module", modules=seen.value[:20])

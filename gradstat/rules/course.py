@@ -61,7 +61,7 @@ class LearningRule(Rule):
     def _told(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
         """A finding as `found` makes it, unless the rule has told one before; it is over then."""
         self._is_over = True
-        return [self.found(step, name, text, about, **more)] if self._episodes.record(self.name, step) else []
+        return [self.found(step, name, text, about, **more)] if self.begins(self.name, step) else []
 
     def _follow(self, window: Window, until: float = math.inf) -> Iterator[int]:
         """Takes the losses that are left up to the step ``until``; yields the row of each `SOON`-th of all."""

@@ -84,7 +84,7 @@ class BatchRange(Rule):
             return
         most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
         is_far = value > _FACTOR * most or max(low, -high) > _OFFSET * most
-        if is_far and seen >= _KNOWN and most > 0 and self._episodes.record(name, step):
+        if is_far and seen >= _KNOWN and most > 0 and self.begins(name, step):
             text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
             yield self.found(step, name, text, about=kind, largest=value, before=most)
         else:
@@ -92,7 +92,7 @@ class BatchRange(Rule):
         least = self._least_spread.get(name, np.inf)
         if seen >= _KNOWN and spread * _FACTOR < least:
             self._low_for[name] = self._low_for.get(name, 0) + 1
-            if self._low_for[name] == _LOW_FOR and self._episodes.record(f"low {name}", step):
+            if self._low_for[name] == _LOW_FOR and self.begins(f"low {name}", step):
                 now = f"is {low:.3g} everywhere" if low == high else f"has a standard deviation of {spread:.3g}"
                 text = f"{name} {now} for {_LOW_FOR} steps; before, its deviation was at least {least:.3g}"
                 evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
@@ -160,7 +160,7 @@ class LabelRange(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("label"):
             name, low, high, classes = (seen.value[key] for key in ("name", "low", "high", "classes"))
-            if self._episodes.record(name, seen.step):
+            if self.begins(name, seen.step):
                 text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
                 yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
 
@@ -174,7 +174,7 @@ class _RankRule(Rule):
     def _failed(self, window: Window, kind: str) -> Iterator[tuple[int, Any]]:
         """The steps in which a comparison of a ``kind`` failed anew, and the reports."""
         for seen in window.observed(kind):
-            if not seen.value.ok and self._episodes.record("", seen.step):
+            if not seen.value.ok and self.begins("", seen.step):
                 yield seen.step, seen.value
 
 
@@ -207,7 +207,7 @@ class RepeatedBatch(_RankRule):
         measured = [kind for kind in INPUT_KINDS if window.rows(kind) is not None]
         for kind in measured or ["gradient"]:
             rows = window.rows(kind)
-            if rows is not None and self._repeats(rows, kind) and self._episodes.record("repeats", rows.steps[-1]):
+            if rows is not None and self._repeats(rows, kind) and self.begins("repeats", rows.steps[-1]):
                 steps, name = int(self._same_for[kind]), rows.names[0]
                 text = f"{name} has been exactly the same for {steps} steps, and changed before"
                 if kind == "gradient":

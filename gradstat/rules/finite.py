@@ -77,7 +77,7 @@ class NonfiniteBatch(Rule):
                         text += "; loss and gradients are finite, so the program handles it"
                         if not counted["nan_count"]:
                             continue
-                    if self._episodes.record(name, step):
+                    if self.begins(name, step):
                         severity: Severity = "info" if is_harmless else self.severity
                         advice = self.advice if "first" in counted else self.advice_without_index
                         yield self.found(step, name, text, kind, severity, advice=advice, **counted)
@@ -126,7 +126,7 @@ class NonfiniteGradient(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for rows, row, step, nonfinite in _nonfinite_rows(window, "gradient"):
-            if not self._episodes.record("", step):
+            if not self.begins("", step):
                 continue
             name = window.run.first_in_backward(nonfinite)
             counted = _counts(rows, row, name)
@@ -202,7 +202,7 @@ class NonfiniteLoss(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for step, value in series(window, "loss_nonfinite"):
             self._run = self._run + 1 if value > 0 else 0
-            if value > 0 and self._episodes.record("", step):
+            if value > 0 and self.begins("", step):
                 kind = "NaN" if value == 1 else "infinite"
                 yield self.found(step, "loss", f"the loss is {kind}", value=kind, causes=self._causes(window, step))
             if self._run == _LOST:
@@ -257,7 +257,7 @@ class _NonfiniteTensor(Rule):
             finite = [self._finite_at.get(kind, -1), *every.steps[~every.nonfinite.any(1)].tolist()]
             self._finite_at[kind] = finite[-1]
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._is_nonfinite):
-                if not self._episodes.record(kind, step):
+                if not self.begins(kind, step):
                     continue
                 name = nonfinite[0]
                 counted = _counts(rows, row, name)

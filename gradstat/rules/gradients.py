@@ -131,7 +131,7 @@ class VanishingGradient(LevelRule):
             self._began = loss if math.isnan(self._began) else self._began
             self._lowest = loss if not loss >= self._lowest else self._lowest
             self._low = self._low + 1 if 0 < norm < VANISHING else 0
-            if self._low >= _IN_A_ROW and self._episodes.record("norm", step):
+            if self._low >= _IN_A_ROW and self.begins("norm", step):
                 text = f"the gradient norm is {norm:.3g}; it has been below {VANISHING:g} for {_IN_A_ROW} steps"
                 fallen = self._began - self._lowest
                 has_converged = loss <= self._lowest + _IS_LOWEST * fallen and fallen > _HAS_FALLEN * abs(self._began)
@@ -140,7 +140,7 @@ class VanishingGradient(LevelRule):
                 began = step - _IN_A_ROW + 1
                 yield self.found(began, "norm", text, severity=severity, norm=norm, limit=VANISHING)
         for shift in self._falls(window):
-            if self._episodes.record("level", shift.step):
+            if self.begins("level", shift.step):
                 before, after = math.exp(shift.before), math.exp(shift.after)
                 text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
                 severity = "info" if window.run.has_rival else None
@@ -184,7 +184,7 @@ class VanishingGradient(LevelRule):
         correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
         self._decaying = self._decaying + len(rows) if correlation >= _CORRELATION else 0
         step = int(rows.steps[-1])
-        if self._decaying >= _IN_A_ROW and self._episodes.record("layers", step):
+        if self._decaying >= _IN_A_ROW and self.begins("layers", step):
             name = rows.names[weights[int(depth[smallest])]]
             other = rows.names[weights[int(depth[largest])]]
             ratio = math.exp(logs[smallest] - logs[largest])

@@ -85,7 +85,7 @@ class LearningRateJump(Rule):
         course = np.array([*self._course, *np.where(window.steps > 0, first, math.nan).tolist()])
         self._course = list(filter(math.isfinite, course[-(_WITHIN + _LASTS - 1) :].tolist()))
         for at, old, new in _faded(course, len(first)):
-            if self._episodes.record("faded", window.steps[at]):
+            if self.begins("faded", window.steps[at]):
                 text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps"
                 yield self.found(window.steps[at], "lr", text, before=old, lr=new)
         is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
@@ -97,7 +97,7 @@ class LearningRateJump(Rule):
             self._before[name] = listed[-1]
             yield from self._review_one(name, window.steps.tolist(), listed, is_known)
         for group, step, before, rate in self._followed(window.scalar("loss_scale") is not None):
-            if self._episodes.record(f"jump {rate_name(int(group))}", int(step)):
+            if self.begins(f"jump {rate_name(int(group))}", int(step)):
                 yield self._jump(int(step), rate_name(int(group)), before, rate)
 
     def _remember(self, window: Window) -> None:
@@ -128,7 +128,7 @@ class LearningRateJump(Rule):
     def _of_settings(self, seen: Observation) -> Iterator[Finding]:
         for name, new in seen.value.settings.items():
             what, old = name.partition(" ")[0], self._settings.get(name, new)
-            if new > _SETTING * (old or _NO_DECAY) and self._episodes.record(name, seen.step):
+            if new > _SETTING * (old or _NO_DECAY) and self.begins(name, seen.step):
                 text = f"{name} has gone from {old:.4g} to {new:.4g}, after step {self._looked}"
                 yield self.found(self._looked + 1, what, text, causes=_SETTINGS, before=old, now=new)
         self._settings, self._looked = {**seen.value.settings}, seen.step
@@ -139,7 +139,7 @@ class LearningRateJump(Rule):
         change = self._change.get(name, 0.0)
         for step, (previous, rate) in zip(steps, itertools.pairwise(rates), strict=True):
             if rate < 0 or (math.isnan(rate) and not math.isnan(previous)):
-                if self._episodes.record(f"invalid {name}", step):
+                if self.begins(f"invalid {name}", step):
                     text = f"{which} is {rate}"
                     yield self.found(step, name, text, severity="error", lr=str(rate), before=previous)
                 continue
@@ -155,7 +155,7 @@ class LearningRateJump(Rule):
             is_ramp = change * last > 0 and abs(change) <= _RAMP * abs(last)
             if has_grown and is_known:
                 self._grown.append([float(name[3:-1] or 0) if name != "lr" else 0.0, float(step), previous, rate])
-            elif (has_grown or has_fallen) and not is_ramp and self._episodes.record(f"jump {name}", step):
+            elif (has_grown or has_fallen) and not is_ramp and self.begins(f"jump {name}", step):
                 yield self._jump(step, name, previous, rate)
             largest = self._largest[name] = max(largest, rate)
         change = rates[-1] - rates[-2]

@@ -95,7 +95,7 @@ class MomentumDrift(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum = window.run.momentum
-        if momentum > _MAX_MOMENTUM and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
+        if momentum > _MAX_MOMENTUM and len(window.steps) and self.begins("momentum", window.steps[-1]):
             span = f"the last {1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
             text = f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of {span}"
             advice = ("use a momentum from 0.9 to 0.99",)
@@ -113,7 +113,7 @@ class MomentumDrift(Rule):
                     continue
                 sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
                 due = np.flatnonzero(sizes > _FACTOR * largest).tolist()
-                fresh = [i for i in due if self._episodes.record(f"{kind} {rows.names[i]}", step)]
+                fresh = [i for i in due if self.begins(f"{kind} {rows.names[i]}", step)]
                 if fresh:
                     i = max(fresh, key=lambda i: sizes[i])
                     text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}; the norm of "
@@ -137,7 +137,7 @@ class MomentumDrift(Rule):
                 falls = (_SUM_FALLS if is_sum else 1) * _FALLS
                 has_fallen = ratio < falls * self._ratio and norm < _NORM_FALLS * _FALLS * self._norm
                 is_small = has_fallen or (window.run.is_torchs and ratio < _LEAST and norm < _TINY)
-                if is_small and self._episodes.record("small", step):
+                if is_small and self.begins("small", step):
                     text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
                     text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
                     evidence = {"norm": norm, "gradients": lowest}
@@ -191,7 +191,7 @@ class SecondMomentDrop(RowsRule):
             norms = rows.l2_norm[row]
             dropped = norms < _REMAINS * decay ** (step - when) * last_norms
             due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
-            fresh = [i for i in due if self._episodes.record(names[i], step)]
+            fresh = [i for i in due if self.begins(names[i], step)]
             if fresh:
                 i = min(fresh, key=lambda i: norms[i] / last_norms[i])
                 name, steps = rows.names[i], step - int(when[i])

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstat._core.warn import warn_of_failure
 from gradstat.recording.findings import Finding, reference_to
-from gradstat.rules.base import WRONG_SIGN, Band, Episodes, Rule
+from gradstat.rules.base import WRONG_SIGN, Band, Rule
 from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
 from gradstat.rules.gradients import ExplodingGradient
 from gradstat.rules.rows import Floats, Window
@@ -149,8 +149,8 @@ class RuleRunner:
 
     def last_steps(self, names: Collection[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
-        recorded = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
-        return [step for episodes in recorded if isinstance(episodes, Episodes) for step in episodes.values()]
+        recorded = [getattr(rule, "_episodes", {}) for rule in self.rules if rule.name in names]
+        return [step for episodes in recorded for step in episodes.values()]
 
     def refresh(self, steps: int | None, tensors: int = 0) -> None:
         """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review.

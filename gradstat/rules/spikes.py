@@ -151,7 +151,7 @@ class SpikeRule(Rule):
         if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < _WITHIN), step]
         self._lasts = is_high and len(self._leaps) >= _COUNT
-        if (is_alone or self._lasts) and self._episodes.record("leap" if self._lasts else "alone", step):
+        if (is_alone or self._lasts) and self.begins("leap" if self._lasts else "alone", step):
             began = self._leaps[0] if is_high else step
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-_WITHIN:], default=math.inf

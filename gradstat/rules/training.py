@@ -85,7 +85,7 @@ class LossSpike(SpikeRule, LevelRule):
         losses = window.scalars.get(self.series, np.empty(0))
         if (losses < 0).any():
             for step, old, new in _signs([*self._recent_steps, *window.steps.tolist()], self._recent + losses.tolist()):
-                if self._episodes.record("sign", step):
+                if self.begins("sign", step):
                     text = f"the {self.series} changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
                     yield self.found(step, self.series, text, causes=WRONG_SIGN, loss=new, before=old)
         values = ((step, loss, None) for step, loss in series(window, self.series))
@@ -121,7 +121,7 @@ class LossSpike(SpikeRule, LevelRule):
         if not is_above and (mean <= self._scatter * self._lowest or start < _CLIMB * self._lowest):
             return
         least = max(_CLIMB_LOST * (start - self._lowest), _ERRORS * self._error)
-        if mean > self._lowest + least and self._episodes.record("climb", step):
+        if mean > self._lowest + least and self.begins("climb", step):
             text = f"the mean {self.series} of {_RECENT} steps has climbed to {mean:.4g}; the lowest was "
             text += f"{self._lowest:.4g}" + f", and it began at {start:.4g}" * is_above
             causes = (*(_MAXIMIZES if maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
@@ -136,7 +136,7 @@ class LossSpike(SpikeRule, LevelRule):
         least = max(least, self.sigmas * OF_MEDIAN * abs(before))
         # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
-        if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
+        if after - before > least and not is_grown and self.begins("leap", shift.step):
             text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
             causes = (*CHANGED, self.causes[-1])
             yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)
@@ -169,7 +169,7 @@ class LateClip(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for step, is_late in series(window, "late_clip"):
             if is_late > 0 and not self._episodes:
-                self._episodes.record("", step)
+                self.begins("", step)
                 text = "gradients were clipped between a step and the next backward pass, which changes nothing"
                 yield self.found(max(step - 1, 0), "norm", text)
 

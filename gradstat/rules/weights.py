@@ -85,12 +85,12 @@ class ParameterJump(Rule):
             return
         fresh &= window.latest["gradient"].of(rows.names).present[-1]
         for i in np.flatnonzero(fresh & (rows.max_abs[0] > _INITIAL)).tolist():
-            self._episodes.record(rows.names[i], rows.steps[0])
+            self.begins(rows.names[i], rows.steps[0])
             text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
             more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
             yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
         name, ratio = _unlike(rows, fresh)
-        if ratio > _UNLIKE and self._episodes.record(name, rows.steps[0]):
+        if ratio > _UNLIKE and self.begins(name, rows.steps[0]):
             text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
             causes = ("an initialisation of its own, or one that was applied twice",)
             yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
@@ -106,7 +106,7 @@ class ParameterJump(Rule):
             jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
         if jumped.any():
             i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
-            if self._episodes.record(rows.names[i], step):
+            if self.begins(rows.names[i], step):
                 text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
                 evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
                 how = severity if largest[i] < _FACTOR**2 * earlier[i] else self.severity
@@ -118,7 +118,7 @@ class ParameterJump(Rule):
         for which, changed, causes in (("grows", grown, self.causes), ("falls", fallen, _SHRUNK)):
             if changed.any():
                 i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
-                if self._episodes.record(rows.names[i], step):
+                if self.begins(rows.names[i], step):
                     text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
                     text += f"; the same holds for {count - 1} more" * (count > 1)
                     evidence = {"before": norms[i], "now": now[i], "parameters": count}
@@ -226,7 +226,7 @@ class UnchangedParameter(Rule):
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
             still = np.flatnonzero((counts >= enough) & (step - since >= _STEPS))
-            fresh = [names[i] for i in still if self._episodes.record(names[i], step)]
+            fresh = [names[i] for i in still if self.begins(names[i], step)]
             if fresh:
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
@@ -257,7 +257,7 @@ class UnchangedParameter(Rule):
         rate, strength = window.value("lr", at), window.value("finite_norm", at)
         usual = self._usual * steps * rate
         has_stopped = strength > _AS_STRONG * self._strength and moved < _STOPS * usual
-        if moved < _MOVES and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
+        if moved < _MOVES and (math.isnan(usual) or has_stopped) and self.begins("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
             name = rows.names[int((moves == moved).argmax())]
@@ -315,7 +315,7 @@ class OverwrittenParameter(Rule):
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
             more = (regular >= _REGULAR) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
-                those = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
+                those = [names[i] for i in np.flatnonzero(more) if self.begins(names[i], seen.step)]
                 self._waiting = dict.fromkeys(those, seen.step)
                 self._since, self._until = last, seen.step + _AFTER
                 first = next((name for name in self._waiting if name in moved), None)
