@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import WRONG_SIGN, Records, carried, median, sizes_of_weights
+from gradstat.rules.base import WRONG_SIGN, carried, median, sizes_of_weights
 from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import (
     CHANCE,
@@ -23,11 +23,11 @@ from gradstat.rules.course import (
     change_in_words,
     norms_of_weights,
 )
-from gradstat.rules.outputs import UnrelatedOutputs, looks, targets_of
+from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Window
 
 
-class NegativeLoss(LearningRule):
+class NegativeLoss(TargetsRule):
     """A loss falls below 0 that has a lowest value: that of a classifier, or minus a sum of squares of residuals."""
 
     name = "negative-loss"
@@ -37,11 +37,8 @@ class NegativeLoss(LearningRule):
     # A loss is that of guessing, up to its sign, between these shares of it.
     _CLOSE = 0.75, 1.25
 
-    _ratios = carried(Records(3))
-
     def judge(self, window: Window) -> Iterable[Finding]:
-        for step, facts, loss in looks(window):
-            targets = targets_of(facts, loss, self._ratios)
+        for step, _, loss, targets in self.looks(window):
             if targets is not None and targets.squares == "minus":
                 text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
                 yield from self._told(step, "loss", text, loss=loss)

@@ -73,6 +73,6 @@ class OutputFacts(NamedTuple):
     def of(cls, numbers: Sequence[float]) -> OutputFacts:
         """The facts in ``numbers``, in the order of the fields: labels are counted from 1, those of a fit come last."""
         kinds: Any = (float, bool, bool, bool, Activation, bool, int, int, int, float)
-        *facts, label, right = (kind(number) for kind, number in zip(kinds, numbers, strict=False))
+        facts = cls(*(kind(number) for kind, number in zip(kinds, numbers, strict=False)))
         sums = numbers[len(kinds) :]
-        return cls(*facts, label - 1 if label else None, right, Fit(*sums) if sums else None)
+        return facts._replace(label=facts.label - 1 if facts.label else None, fit=Fit(*sums) if sums else None)
