@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import subprocess
 import sys
 from collections import UserDict
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.processes import python
 from torch import nn
 
 import gradstat
@@ -23,7 +22,6 @@ from gradstat.__main__ import main
 from gradstat.bench import command, steps, timing
 from gradstat.bench.memory import peak_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 HERE = "gradstat.bench.command:made_here"
 FILES = {
@@ -53,10 +51,8 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_factories")
 def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     arguments = "--model bench_these:factory --rounds 3 --device cpu --threads 1 --optimizer sgd --json out.json"
-    program = [sys.executable, "-W", "error", "-m", "gradstat", "bench", *arguments.split()]
-    result = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    result = python("-W", "error", "-m", "gradstat", "bench", *arguments.split(), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "90 trained parameters in 4 tensors of float32; optimizer sgd" in result.stdout
     assert "Added to a step: gradstat.check " in result.stdout.splitlines()[-2]

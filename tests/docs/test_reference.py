@@ -133,27 +133,22 @@ def train():
 """,
     "gradstat.auto": "",
     "gradstat.integrations.loggers.ReportLogger": """
-from gradstat.integrations.loggers import ReportLogger
 from torch.utils.tensorboard import SummaryWriter
 monitor, loss = Monitor(model), 1.0
 writer = SummaryWriter()
 SummaryWriter = lambda: writer
 """,
     "gradstat.integrations.accelerate.install": """
-import gradstat.integrations.accelerate
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 loader = torch.utils.data.DataLoader(batches)
 """,
     "gradstat.integrations.lightning.GradstatCallback": """
 import functools
-import importlib
 from lightning import Trainer
-from gradstat.integrations.lightning import GradstatCallback
 Trainer = functools.partial(Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)
 """,
     "gradstat.integrations.transformers.install": """
-import gradstat.integrations.transformers
 from transformers import Trainer, TrainingArguments
 class Model(nn.Module):
     def __init__(self):
@@ -169,7 +164,6 @@ args = TrainingArguments("out", use_cpu=True, max_steps=2, report_to="none", dis
     "gradstat.monitor.rule": "",
     "gradstat.monitor.Schedule": "loader = [x for x, _ in batches]",
     "gradstat.replay.StepStateKeeper": """
-from gradstat.replay import StepStateKeeper
 loader = [x for x, _ in batches]
 def train_step(batch):
     loss = model(batch).mean()
@@ -189,7 +183,6 @@ loss = loss_of
 """,
     "gradstat.distributed.track_origin": """
 import torch.distributed as dist
-from gradstat.distributed import track_origin
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ddp_model = nn.parallel.DistributedDataParallel(model)
 """,
@@ -227,7 +220,8 @@ def test_what_is_taken_for_granted_belongs_to_an_example() -> None:
 @pytest.mark.parametrize("name", TAKEN_FOR_GRANTED)
 def test_the_examples_of_a_docstring_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "example"}
+    module, _, own = name.rpartition(".")
+    names: dict[str, object] = {"__name__": "example", own: getattr(importlib.import_module(module), own)}
     exec(TRAINING + TAKEN_FOR_GRANTED[name], names)
     try:
         for example in examples()[name]:

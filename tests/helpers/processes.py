@@ -13,16 +13,22 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600
 
 
-def run(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``program``, with its arguments in ``sys.argv[1:]``; fails if it does not end."""
+def python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments; fails if it does not end."""
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]), **environment},
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=False,
     )
+
+
+def run(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``program``, with its arguments in ``sys.argv[1:]``; fails if it does not end."""
+    return python("-X", "faulthandler", "-c", textwrap.dedent(program), *arguments, **environment)
 
 
 def output_of(program: str, *arguments: object, **environment: str) -> str:

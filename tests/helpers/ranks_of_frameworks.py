@@ -1,6 +1,7 @@
 """Helpers for tests on ranks: pool processes as ranks of a framework, and comparisons of results and ranks."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,12 @@ import gradstat
 
 @contextlib.contextmanager
 def accelerate_on_ranks() -> Iterator[None]:
-    """Lets ``Accelerator(cpu=True)`` join the existing process group."""
+    """Lets ``Accelerator(cpu=True)`` join the existing process group, without warnings of the frameworks."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     wanted = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for name, value in wanted.items():
             patch.setenv(name, value)
         try:

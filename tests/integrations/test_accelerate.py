@@ -1,7 +1,6 @@
 """The integration with Hugging Face Accelerate, in plain loops under the real Accelerator."""
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +79,14 @@ def test_several_models_have_a_monitor_each() -> None:
         losses: tuple[list[float], list[float]] = ([], [])
         for _ in range(3):
             made = maker(torch.randn(4, 4))
-            loss = judge(made.detach()).square().mean()
-            losses[1].append(loss.item())
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(judge.parameters(), 1.0)
-            second.step()
-            second.zero_grad()
-            loss = judge(made).mean()
-            losses[0].append(loss.item())
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(maker.parameters(), 1.0)
-            first.step()
-            first.zero_grad()
-            second.zero_grad()
+            for number, net, optimizer in ((1, judge, second), (0, maker, first)):
+                loss = judge(made.detach()).square().mean() if net is judge else judge(made).mean()
+                losses[number].append(loss.item())
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                first.zero_grad()
+                second.zero_grad()
         assert [monitor.steps for monitor in handle.monitors] == [3, 3]
         assert {"grad/0/total_norm", "grad/1/total_norm"} <= set(handle.scalars())
         for monitor, own in zip(handle.monitors, losses, strict=True):
@@ -156,10 +150,9 @@ def test_clips_outside_of_a_step_are_refused_or_reported() -> None:
 
 
 def test_bad_arguments_are_refused_before_training() -> None:
-    with pytest.raises(TypeError, match=r"expected an accelerate.Accelerator, got the class Accelerator; pass an inst"):
-        install(Accelerator)
-    with pytest.raises(TypeError, match=r"expected an accelerate.Accelerator, got int"):
-        install(1)
+    for given, words in ((Accelerator, "the class Accelerator; pass an inst"), (1, "int")):
+        with pytest.raises(TypeError, match=f"expected an accelerate.Accelerator, got {words}"):
+            install(given)
     accelerator = Accelerator(cpu=True)
     with pytest.raises(RuntimeError, match=r"got one without model; call install\(\) after accelerator.prepare"):
         install(accelerator)
@@ -177,32 +170,24 @@ def test_bad_arguments_are_refused_before_training() -> None:
     install(accelerator).remove()
 
 
-def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("models", "words"), [(1, "a single optimizer for Linear, got 2"), (2, "a separate optimizer for each of 2 models")]
+)
+def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own(models: int, words: str) -> None:
     accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 2)
-    prepared = accelerator.prepare(model, torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias]))
-    with pytest.raises(ValueError, match="'skip' needs a single optimizer for Linear, got 2"):
-        install(accelerator, on_anomaly="skip")
-    with pytest.raises(ValueError, match="max_norm needs a single optimizer for Linear, got 2"):
-        install(accelerator, max_norm=1.0)
+    made = [nn.Linear(2, 2) for _ in range(models)]
+    parameters = [parameter for model in made for parameter in model.parameters()]
+    groups = [[parameter] for parameter in parameters] if models == 1 else [parameters]
+    prepared = accelerator.prepare(*made, *(torch.optim.SGD(group) for group in groups))
+    for options, name in (({"on_anomaly": "skip"}, "'skip'"), ({"max_norm": 1.0}, "max_norm")):
+        with pytest.raises(ValueError, match=f"{name} needs {words}"):
+            install(accelerator, **options)
     with install(accelerator) as handle:
         for _ in range(3):
-            accelerator.backward(prepared[0](torch.ones(1, 2)).sum())
-            for optimizer in reversed(prepared[1:]):
+            accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in prepared[:models]))
+            for optimizer in reversed(prepared[models:]):
                 optimizer.step()
-    assert handle.monitor.steps == 3
-    forget_accelerators()
-    accelerator = Accelerator(cpu=True)
-    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    *prepared, optimizer = accelerator.prepare(*models, torch.optim.SGD([p for m in models for p in m.parameters()]))
-    with pytest.raises(ValueError, match="'skip' needs a separate optimizer for each of 2 models"):
-        install(accelerator, on_anomaly="skip")
-    with pytest.raises(ValueError, match="max_norm needs a separate optimizer for each of 2 models"):
-        install(accelerator, max_norm=1.0)
-    with install(accelerator) as handle:
-        accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in prepared))
-        optimizer.step()
-    assert [monitor.steps for monitor in handle.monitors] == [1, 1]
+    assert [monitor.steps for monitor in handle.monitors] == [3] * models
 
 
 @on_ranks(2)
@@ -210,8 +195,7 @@ def test_sharded_parameters_are_whole() -> None:
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import fully_shard
 
-    with accelerate_on_ranks(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with accelerate_on_ranks():
         accelerator = Accelerator(cpu=True)
         # Accelerate shards on GPUs only, so the model is sharded here and registered with the accelerator.
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -270,8 +254,7 @@ def test_ranks_with_uneven_inputs_neither_hang_nor_compare(how: str) -> None:
 
 @on_ranks(2)
 def test_a_state_that_one_rank_finds_unhealthy_is_saved_by_none(tmp_path: Path) -> None:
-    with accelerate_on_ranks(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with accelerate_on_ranks():
         prepared = prepare()
         with install(prepared[0], on_anomaly="record", healthy_checkpoints=True):
             run(prepared)
@@ -301,7 +284,6 @@ def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobo
 @on_ranks(2)
 def test_an_error_of_one_rank_that_the_program_catches_is_raised_once_on_every_rank(travels: bool) -> None:
     """Also where numbers and votes arrive a step later, as on a GPU."""
-
     raised = []
     with accelerate_on_ranks(), pytest.MonkeyPatch.context() as patch:
         if travels:
@@ -314,10 +296,10 @@ def test_an_error_of_one_rank_that_the_program_catches_is_raised_once_on_every_r
                     next(model.parameters()).grad[0] = math.nan
                 try:
                     optimizer.step()
-                except AnomalyError:
-                    raised.append(step)
+                except AnomalyError as error:
+                    raised.append((step, "another rank found an anomaly; see the error on that rank" in str(error)))
                 optimizer.zero_grad()
                 optimizer.state.clear()  # what NaN has become a part of
                 for parameter in model.parameters():
                     parameter.data.nan_to_num_()
-    assert raised == [3 if travels else 1], raised
+    assert raised == [(3 if travels else 1, torch.distributed.get_rank() == 1)], raised

@@ -2,92 +2,120 @@
 
 import gc
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.training import backpropagated, fill
+from helpers.training import backpropagated, fill, serious
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradstat
-from gradstat.monitor import AnomalyWarning
+from gradstat.monitor import AnomalyError, AnomalyWarning, Monitor
+
+SKIP = {"error": ("skip", "record")}
 
 
-def program(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    steps: int,
-    bad: int | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    before: Callable[[int, Tensor], object] = lambda step, batch: None,
-    behind: Callable[[int, Tensor], object] = lambda step, loss: None,
-    max_norm: float | None = None,
-) -> Iterator[int]:
-    """A loop without gradstat. Faults are injected ``before`` the forward pass and ``behind`` the backward pass."""
-    for step in range(steps):
-        batch = torch.randn(8, 4)
-        with torch.no_grad():
-            before(step, batch)
-        optimizer.zero_grad()
-        loss = mse_loss(model(batch), torch.zeros(8, 2))
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if step == bad:
-            model[0].weight.grad[1, 2] = math.inf  # type: ignore[index]
-        behind(step, loss)
-        if max_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        yield step
-
-
-def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(**options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     return model, torch.optim.AdamW(model.parameters(), **options)
 
 
-@pytest.mark.parametrize("policy", ["record", "skip", "rollback"])
-def test_an_optimizer_is_not_kept_alive(policy: str) -> None:
-    def train() -> weakref.ref[torch.optim.Optimizer]:
-        model, optimizer = made()
-        gradstat.auto(optimizer, model, on_anomaly={"error": policy})
-        list(program(optimizer, model, 2))
-        return weakref.ref(optimizer)
-
-    known = train()
-    gc.collect()
-    assert known() is None
+Change = Callable[[int, Tensor], object]
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("left", ["removed", "dropped", "in a cycle"])
-def test_torchs_functions_are_back_after_the_last_optimizer(left: str, steps: int) -> None:
+def at(step: int, change: Callable[[Tensor], object]) -> Change:
+    """A change that is made in one step only."""
+    return lambda now, given: change(given) if now == step else None
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    *,
+    bad: Container[int] = (),
+    scaler: torch.amp.GradScaler | None = None,
+    before: Change = lambda step, batch: None,
+    behind: Change = lambda step, loss: None,
+    max_norm: float | None = None,
+    catches: type[BaseException] | tuple[type[BaseException], ...] = (),
+) -> list[tuple[int, Any]]:
+    """A loop without gradstat; returns the steps that raised, and the errors.
+
+    Faults are injected ``before`` the forward and ``behind`` the backward pass; in ``bad`` steps a gradient is Inf.
+    """
+    raised = []
+    for step in range(steps):
+        batch = torch.randn(8, 4)
+        with torch.no_grad():
+            before(step, batch)
+        loss = mse_loss(model(batch), torch.zeros(8, 2))
+        backpropagated(optimizer, loss if scaler is None else scaler.scale(loss))
+        if step in bad:
+            model[0].weight.grad[1, 2] = math.inf
+        behind(step, loss)
+        try:
+            if max_norm is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        except catches as error:
+            raised.append((step, error))
+    return raised
+
+
+def watched(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, given: Any = None, **how: Any) -> Monitor:
+    """The monitor of a program that is watched by ``auto(*given)``, by default of model and optimizer."""
+    with gradstat.auto(*(given or (model, optimizer)), on_anomaly="record") as handle:
+        train(model, optimizer, steps, **how)
+    return handle.monitor
+
+
+def made_and_watched(**options: Any) -> tuple[Any, Any, Monitor]:
+    model, optimizer = made(**options)
+    return model, optimizer, gradstat.auto(model, optimizer, on_anomaly="record").monitor
+
+
+def is_finite(model: nn.Module) -> bool:
+    return all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("left", "policy", "steps"),
+    [
+        *(("removed", "record", 0), ("removed", "skip", 2), ("dropped", "rollback", 2), ("dropped", "record", 0)),
+        *(("dropped", "skip", 2), ("in a cycle", "rollback", 0), ("in a cycle", "record", 2)),
+    ],
+)
+def test_an_optimizer_is_not_kept_alive_and_torchs_functions_are_back_after_the_last(
+    left: str, policy: str, steps: int
+) -> None:
     def functions() -> tuple[object, ...]:
         return torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_, torch.amp.GradScaler.scale
 
     own = functions()
     optimizers = [made() for _ in range(3)]
     for model, optimizer in optimizers:
-        handle = gradstat.auto(model, optimizer, on_anomaly="record")
-        list(program(optimizer, model, steps, max_norm=1.0))
+        handle = gradstat.auto(model, optimizer, on_anomaly={"error": policy})
+        train(model, optimizer, steps, max_norm=1.0)
     assert set(functions()).isdisjoint(own)
     if left == "removed":
         handle.remove()
     if left == "in a cycle":
         for model, optimizer in optimizers:
-            optimizer.itself = (model, optimizer)  # type: ignore[attr-defined]
+            optimizer.itself = (model, optimizer)
     del handle, model, optimizer
     optimizers[1:] = []
     gc.collect()
@@ -97,23 +125,14 @@ def test_torchs_functions_are_back_after_the_last_optimizer(left: str, steps: in
     assert functions() == own
 
 
-def test_one_line_is_enough_and_the_handle_need_not_be_kept() -> None:
-    model, optimizer = made()
-    gradstat.auto(optimizer)
-    gc.collect()
-    with pytest.warns(
-        AnomalyWarning, match=r"step 3.*group0\.0 \[8, 4\] has 1 Inf in 32 elements, the first at \[1, 2\]"
-    ):
-        list(program(optimizer, model, 4, bad=3))
-
-
 @pytest.mark.parametrize("where", ["in a hook", "in a hook after a clip", "inside"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_raised_does_not_hide_the_next(where: str, fused: bool) -> None:
     def fail(*_: object) -> None:
-        if step == 2:
+        if passed[-1] == 2:
             raise KeyboardInterrupt if where == "inside" else MemoryError
 
+    passed: list[int] = []
     model, optimizer = made(fused=fused)
     handle = gradstat.auto(model, optimizer, on_anomaly={"nonfinite-gradient": "skip"})
     if where == "inside":  # below torch's hooks
@@ -121,36 +140,24 @@ def test_a_step_that_raised_does_not_hide_the_next(where: str, fused: bool) -> N
         optimizer._init_group = lambda *given: fail() or inner(*given)
     else:
         optimizer.register_step_pre_hook(fail)
-    raised = []
-    for step in range(6):
-        backpropagated(optimizer, mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 2)))
-        if step in (1, 3):
-            model[0].weight.grad[0, 0] = math.nan
-        if "clip" in where:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        try:
-            optimizer.step()
-        except (MemoryError, KeyboardInterrupt):
-            raised.append(step)
-        assert all(parameter.isfinite().all() for parameter in model.parameters()), step
+    raised = train(
+        *(model, optimizer, 6),
+        bad={1, 3},
+        behind=lambda step, _: passed.append(step),
+        max_norm=1e9 if "clip" in where else None,
+        catches=(MemoryError, KeyboardInterrupt),
+    )
     handle.monitor.flush()
-    assert (raised, handle.monitor.steps, handle.monitor.nonfinite_steps) == ([2], 6, 2)
+    assert ([step for step, _ in raised], handle.monitor.steps, handle.monitor.nonfinite_steps) == ([2], 6, 2)
+    assert is_finite(model)
 
 
 def test_every_bad_step_raises_in_a_loop_that_goes_on() -> None:
     model, optimizer = made()
     handle = gradstat.auto(model, optimizer, on_anomaly="raise")
-    raised = []
-    for step in range(8):
-        backpropagated(optimizer, mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 2)))
-        if step in (2, 3, 4, 6):
-            model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
-        try:
-            optimizer.step()
-        except gradstat.monitor.AnomalyError as error:
-            raised.append((step, error.finding.rule))  # type: ignore[union-attr]
-    assert raised == [(step, "nonfinite-gradient") for step in (2, 3, 4, 6)]
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    raised = train(model, optimizer, 8, bad={2, 3, 4, 6}, catches=AnomalyError)
+    assert [(step, error.finding.rule) for step, error in raised] == [(i, "nonfinite-gradient") for i in (2, 3, 4, 6)]
+    assert is_finite(model)
     assert handle.monitor.steps == 8
 
 
@@ -161,15 +168,14 @@ def test_names_are_those_of_a_model_given_before_or_after_the_optimizer_or_of_th
         *(((model, optimizer), "0.weight"), ((optimizer, model), "0.weight"), ((named,), "0.weight")),
         *(((None, optimizer), "group0.0"), ((optimizer, None), "group0.0")),
     ):
-        handle = gradstat.auto(*arguments)
-        list(program(handle.optimizer, model, 2))
-        assert handle.monitor.latest().report.names[0] == expected
+        monitor = watched(model, named if named in arguments else optimizer, 2, arguments)
+        assert monitor.latest().report.names[0] == expected
 
 
 def test_clips_after_the_check_and_counts_a_step_once_also_without_gradients() -> None:
     model, optimizer = made()
     with gradstat.auto(optimizer, max_norm=1e-3, on_anomaly="record") as handle:
-        list(program(optimizer, model, 3))
+        train(model, optimizer, 3)
     assert gradstat.check(model).total_norm == pytest.approx(1e-3, rel=1e-2)
     assert (handle.monitor.recording().scalars["norm"] > 1e-3).tolist() == [True] * 3
     optimizer.zero_grad()
@@ -177,38 +183,38 @@ def test_clips_after_the_check_and_counts_a_step_once_also_without_gradients() -
         for _ in range(3):
             torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
             optimizer.step()
-    assert handle.monitor.steps == 3
+        optimizer.step(lambda: ("not", "a loss"))
+    assert handle.monitor.steps == 4
 
 
 def test_a_program_that_catches_an_error_at_its_clip_takes_the_step_once() -> None:
     model, optimizer = made()
     with gradstat.auto(optimizer, on_anomaly="raise") as handle:
         fill(model, math.nan)
-        with pytest.raises(gradstat.monitor.AnomalyError):
+        with pytest.raises(AnomalyError):
             torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
-        assert all(parameter.grad.isnan().all() for parameter in model.parameters())  # type: ignore[union-attr]
+        assert all(parameter.grad.isnan().all() for parameter in model.parameters())
         optimizer.step()
         assert handle.monitor.steps == 1
 
 
-@pytest.mark.parametrize(
-    "clip",
-    [0.1, 10.0, lambda: gradstat.FixedClip(0.1), gradstat.AutoClip, gradstat.ZClip, gradstat.AdaGC, gradstat.AGC],
-    ids=["0.1", "10.0", "FixedClip", "AutoClip", "ZClip", "AdaGC", "AGC"],
-)
+CLIPS = {kind.__name__: kind for kind in (gradstat.AutoClip, gradstat.ZClip, gradstat.AdaGC, gradstat.AGC)}
+CLIPS |= {"0.1": lambda: 0.1, "10.0": lambda: 10.0, "FixedClip": lambda: gradstat.FixedClip(0.1)}
+
+
+@pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, gradstat.amp.GradScaler])
-def test_a_clip_decides_alike_for_scaled_gradients(clip: Any, kind: Any) -> None:
+def test_a_clip_decides_alike_for_scaled_gradients(name: str, kind: Any) -> None:
     stepped = []
     for scaler, fused in ((None, False), (kind("cpu", init_scale=128.0), True), (kind("cpu", init_scale=128.0), False)):
         model, _ = made()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-        chosen = clip() if callable(clip) else clip
-        with gradstat.auto(optimizer, max_norm=chosen, on_anomaly={"error": ("skip", "record")}) as handle:
-            list(program(optimizer, model, 12, 8, scaler))
+        clip: Any = CLIPS[name]()
+        with gradstat.auto(optimizer, max_norm=clip, on_anomaly=SKIP) as handle:
+            train(model, optimizer, 12, bad={8}, scaler=scaler)
         assert handle.monitor.steps == 12
-        if callable(clip):
-            summary = chosen.summary()
-            assert summary.steps - summary.nonfinite == 11
+        if not isinstance(clip, float):
+            assert clip.summary().steps - clip.summary().nonfinite == 11
         assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
         stepped.append(list(model.parameters()))
     torch.testing.assert_close(stepped[1:], [stepped[0]] * 2)
@@ -231,7 +237,6 @@ def test_a_norm_that_overflows_the_dtype_of_scaled_gradients_is_clipped_in_the_d
 def test_a_closure_is_measured_once_per_step(kind: Any, by_keyword: bool, clips: bool) -> None:
     model, _ = made()
     optimizer = kind(model.parameters(), lr=0.1)
-    handle = gradstat.auto(optimizer, on_anomaly="record")
     evaluations: list[list[tuple[float, float]]] = []  # of each step: loss and norm
 
     def closure() -> Tensor:
@@ -241,9 +246,10 @@ def test_a_closure_is_measured_once_per_step(kind: Any, by_keyword: bool, clips:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         return loss
 
-    for _ in range(3):
-        evaluations.append([])
-        optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+    with gradstat.auto(optimizer, on_anomaly="record") as handle:
+        for _ in range(3):
+            evaluations.append([])
+            optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
     losses, norms = zip(*(firsts for firsts, *_ in evaluations), strict=True)
     assert handle.monitor.steps == 3
     scalars = handle.monitor.recording().scalars
@@ -252,29 +258,24 @@ def test_a_closure_is_measured_once_per_step(kind: Any, by_keyword: bool, clips:
         assert scalars["loss"].tolist() == pytest.approx(losses)
 
 
-@pytest.mark.parametrize("fault", ["weight", "batch"])
+# The rule and the name of the first finding, by what is made NaN.
+FIRST = {"weight": ("nonfinite-parameter", "0.weight"), "batch": ("nonfinite-batch", "input[0]")}
+
+
+@pytest.mark.parametrize("fault", FIRST)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "clipped", "gradstat's"])
 def test_no_loss_scaler_hides_a_step(kind: str, fused: bool, fault: str) -> None:
     """The scaler does not even call an optimizer that is not fused in nonfinite steps."""
     model, optimizer = made(fused=fused)
     scaler = (gradstat.amp.GradScaler if kind == "gradstat's" else torch.amp.GradScaler)("cpu")
-
-    def before(step: int, batch: Tensor) -> None:
-        if step == 5:
-            (model[0].weight if fault == "weight" else batch)[0, 0] = math.nan  # type: ignore[index]
-
-    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        list(program(optimizer, model, 12, None, scaler, before, max_norm=1.0 if kind == "clipped" else None))
-    monitor = handle.monitor
+    spoilt = at(5, lambda batch: (model[0].weight if fault == "weight" else batch)[0, 0].fill_(math.nan))
+    max_norm = 1.0 if kind == "clipped" else None
+    monitor = watched(model, optimizer, 12, scaler=scaler, before=spoilt, max_norm=max_norm)
     assert monitor.steps == 12
     assert monitor.scaler is scaler
-    errors = [finding for finding in monitor.findings if finding.severity == "error"]
-    assert errors[0].step == 5
-    assert (errors[0].rule, errors[0].name) == {
-        "weight": ("nonfinite-parameter", "0.weight"),
-        "batch": ("nonfinite-batch", "input[0]"),
-    }[fault]
+    error = next(finding for finding in monitor.findings if finding.severity == "error")
+    assert (error.step, error.rule, error.name) == (5, *FIRST[fault])
     assert monitor.nonfinite_steps == (7 if fault == "weight" else 1)
     assert monitor.recording().scalars["norm"][:5].max() < 100  # without the scale of 65,536
 
@@ -282,44 +283,38 @@ def test_no_loss_scaler_hides_a_step(kind: str, fused: bool, fault: str) -> None
 def test_an_overflow_does_not_hide_what_comes_soon_after() -> None:
     """Parameters are measured once per incident; a loss that is not finite is another incident."""
     model, optimizer = made()
-
-    def before(step: int, batch: Tensor) -> None:
-        if step == 7:
-            model[2].bias[1] = math.nan  # type: ignore[index]
-
-    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        list(program(optimizer, model, 9, 3, torch.amp.GradScaler("cpu"), before))
-    found = [(finding.rule, finding.step) for finding in handle.monitor.findings]
+    spoilt = at(7, lambda _: model[2].bias[1].fill_(math.nan))
+    monitor = watched(model, optimizer, 9, bad={3}, scaler=torch.amp.GradScaler("cpu"), before=spoilt)
+    found = [(finding.rule, finding.step) for finding in monitor.findings]
     assert found[:2] == [("nonfinite-gradient", 3), ("nonfinite-parameter", 7)]
 
 
-def test_an_overflow_is_no_error() -> None:
+@pytest.mark.parametrize(("enabled", "given"), [(True, False), (False, False), (False, True)])
+def test_an_overflow_is_no_error_unless_the_scaler_is_disabled(enabled: bool, given: bool) -> None:
+    """Programs often make a scaler in any case, and enable it for float16 only."""
     model, optimizer = made()
-    spoilt = program(
-        *(optimizer, model, 3, None, torch.amp.GradScaler("cpu")),
-        behind=lambda *_: model[0].weight.grad.fill_(math.inf),  # type: ignore[index]
-    )
-    with gradstat.auto(optimizer, model) as handle:
-        list(spoilt)
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    with gradstat.auto(optimizer, model, scaler=scaler if given else None, on_anomaly="record") as handle:
+        train(model, optimizer, 3, bad=range(3), scaler=scaler, max_norm=1.0)
     assert handle.monitor.nonfinite_steps == 3
-    assert {finding.severity for finding in handle.monitor.findings} == {"info"}
-    assert "also noted:" in str(handle.monitor.diagnose())
+    found = next(finding for finding in handle.monitor.findings if finding.rule == "nonfinite-gradient")
+    assert (found.name, found.severity) == ("0.weight", "info" if enabled else "error")
+    assert not enabled or "also noted:" in str(handle.monitor.diagnose())
 
 
 def test_gradients_are_measured_before_the_programs_own_clips_of_some_of_them() -> None:
-    model, optimizer = made()
-    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        for step in range(6):
-            backpropagated(optimizer, model(torch.randn(8, 4)).square().mean())
-            if step == 3:
-                model[0].bias.grad[2] = math.nan  # type: ignore[index]
-            for layer in (model[0], model[2]) if step != 4 else ():  # type: ignore[index]
-                torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
-            if step != 2:  # the program itself skips this step
-                optimizer.step()
-    assert handle.monitor.steps == 6
-    assert (handle.monitor.recording().scalars["norm"][:3] > 2e-3).all()
-    found = handle.monitor.findings[0]
+    model, optimizer, monitor = made_and_watched()
+    for step in range(6):
+        backpropagated(optimizer, model(torch.randn(8, 4)).square().mean())
+        if step == 3:
+            model[0].bias.grad[2] = math.nan
+        for layer in (model[0], model[2]) if step != 4 else ():
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+        if step != 2:  # the program itself skips this step
+            optimizer.step()
+    assert monitor.steps == 6
+    assert (monitor.recording().scalars["norm"][:3] > 2e-3).all()
+    found = monitor.findings[0]
     assert (found.step, found.name, found.evidence["nonfinite_tensors"]) == (3, "0.bias", 1)
 
 
@@ -331,49 +326,42 @@ def unnoticed_clip(parameters: Iterable[Any]) -> None:
         gradient.mul_((1 / (norm + 1e-6)).clamp(max=1.0))
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("knows_loss", [False, True])
+@pytest.mark.parametrize("way", ["auto", "auto, scaled", "Monitor", "Monitor, without loss"])
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("fault", ["batch", "weight", "gradient"])
-def test_the_cause_of_nan_gradients_is_named_first(fault: str, clips: bool, knows_loss: bool, by_hand: bool) -> None:
+@pytest.mark.parametrize("fault", [*FIRST, "gradient"])
+def test_the_cause_of_nan_gradients_is_named_first(fault: str, clips: bool, way: str) -> None:
     """A clip comes first only if the loss is known to be finite, and gradstat may not have measured before the clip."""
     model, optimizer = made()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if knows_loss and not by_hand else None
-    if by_hand:
-        monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
-    else:
-        monitor = gradstat.auto(optimizer, model, scaler=scaler, on_anomaly="record").monitor
-
-    def before(step: int, batch: Tensor) -> None:
-        if step == 2 and fault != "gradient":
-            (batch if fault == "batch" else model[0].weight)[1, 2] = math.nan  # type: ignore[index]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if way == "auto, scaled" else None
+    is_loop = way.startswith("Monitor")
+    watching: Any = gradstat.Monitor if is_loop else gradstat.auto
+    handle = watching(model, optimizer, scaler=scaler, on_anomaly="record")
+    monitor = handle if is_loop else handle.monitor
 
     def behind(step: int, loss: Tensor) -> None:
         if step == 2 and fault == "gradient":
-            model[0].bias.grad[2] = math.nan  # type: ignore[index]
+            model[0].bias.grad[2] = math.nan
         if clips:
             unnoticed_clip(model.parameters())
-        if by_hand:
-            monitor.step(loss if knows_loss else None)
+        if is_loop:
+            monitor.step(loss if way == "Monitor" else None)
 
-    list(program(optimizer, model, 4, None, scaler, before, behind))
+    places = {"weight": lambda _: model[0].weight, "batch": lambda batch: batch, "gradient": lambda _: torch.ones(2, 3)}
+    spoilt = at(2, lambda batch: places[fault](batch)[1, 2].fill_(math.nan))
+    train(model, optimizer, 4, scaler=scaler, before=spoilt, behind=behind)
     monitor.flush()
     found = [finding for finding in monitor.diagnose().findings if finding.step == 2]
-    rules = [finding.rule for finding in found]
-    gradient = found[rules.index("nonfinite-gradient")]
-    names_clip = [i for i, cause in enumerate(gradient.causes) if cause.startswith("clipping before")]
-    if fault == "weight":
-        assert (rules[0], found[0].name) == ("nonfinite-parameter", "0.weight")
-    elif fault == "batch":
-        assert (rules[0], found[0].name) == ("nonfinite-batch", "input[0]")
+    gradient = next(finding for finding in found if finding.rule == "nonfinite-gradient")
+    if fault in FIRST:
+        assert (found[0].rule, found[0].name) == FIRST[fault]
     elif not clips:
         assert (gradient.name, gradient.evidence["nonfinite_tensors"]) == ("0.bias", 1)
-    is_known = fault != "gradient" or not clips
-    knows_loss = knows_loss or not by_hand
-    place = (0 if knows_loss else 1) if by_hand else len(gradient.causes) - 1
-    assert names_clip == [place] * (not is_known)
-    assert ("as after clipping" in gradient.text) == (by_hand and knows_loss and not is_known)
-    if not is_known and not knows_loss:
+    is_hidden = fault == "gradient" and clips
+    place = {"Monitor": 0, "Monitor, without loss": 1}.get(way, len(gradient.causes) - 1)
+    names_clip = [i for i, cause in enumerate(gradient.causes) if cause.startswith("clipping before")]
+    assert names_clip == [place] * is_hidden
+    assert ("as after clipping" in gradient.text) == (is_hidden and way == "Monitor")
+    if is_hidden and way == "Monitor, without loss":
         assert "as after the backward pass of a NaN loss" in gradient.text
         assert gradient.causes[0].startswith("a loss that was NaN")
 
@@ -383,41 +371,24 @@ def test_layers_left_uninitialized_by_to_empty_are_reported(memory: float) -> No
     """As in PyTorch's FSDP2 example, whose blocks are never reset; new GPU memory is often zero."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
-    with torch.no_grad():
-        for parameter in (*model[1].parameters(), *model[3].parameters()):
-            parameter.fill_(memory)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        list(program(optimizer, model, 30))
-        found = handle.monitor.diagnose().findings[0]
+    for parameter in (*model[1].parameters(), *model[3].parameters()):
+        nn.init.constant_(parameter, memory)
+    found = watched(model, torch.optim.Adam(model.parameters(), lr=1e-2), 30).diagnose().findings[0]
     expected = ("nonfinite-parameter", 0, "1.weight") if memory else ("dead-gradient", 0, "3.weight")
     assert (found.rule, found.step, found.name) == expected
     assert "memory that was never initialised" in found.causes[0]
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_a_disabled_scaler_hides_no_finding(given: bool) -> None:
-    """Programs often make a scaler in any case, and enable it for float16 only."""
-    model, optimizer = made()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with gradstat.auto(optimizer, model, scaler=scaler if given else None, on_anomaly="record") as handle:
-        list(program(optimizer, model, 1, 0, scaler, max_norm=1.0))
-    found = next(finding for finding in handle.monitor.findings if finding.rule == "nonfinite-gradient")
-    assert (found.name, found.severity) == ("0.weight", "error")
-
-
 def test_optimizers_that_share_a_scaler_are_distinguished() -> None:
-    (first, one), (second, two) = made(), made()
-    handles = [gradstat.auto(one, first, on_anomaly="record"), gradstat.auto(two, second, on_anomaly="record")]
+    pairs = [made(), made()]
+    healthy, bad = (gradstat.auto(*pair, on_anomaly="record").monitor for pair in pairs)
     scaler = torch.amp.GradScaler("cpu")
     for step in range(4):
-        for number, (model, optimizer) in enumerate([(first, one), (second, two)]):
-            optimizer.zero_grad()
+        for number, (model, optimizer) in enumerate(pairs):
             loss = model(torch.randn(8, 4)).square().mean() * (math.nan if (number, step) == (1, 2) else 1)
-            scaler.scale(loss).backward()
+            backpropagated(optimizer, scaler.scale(loss))
             scaler.step(optimizer)
         scaler.update()
-    healthy, bad = (handle.monitor for handle in handles)
     assert healthy.steps == bad.steps == 4
     assert not healthy.findings
     assert (bad.findings[0].rule, bad.findings[0].step) == ("nonfinite-loss", 2)
@@ -425,15 +396,15 @@ def test_optimizers_that_share_a_scaler_are_distinguished() -> None:
 
 def test_a_clip_of_scaled_gradients_is_reported() -> None:
     model, optimizer = made()
-    clipped = program(
-        *(optimizer, model, 4, None, torch.amp.GradScaler("cpu")),
-        behind=lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # before unscale_
-    )
     with (
         gradstat.auto(optimizer, model) as handle,
         pytest.warns(AnomalyWarning, match="carry the loss scale") as caught,
     ):
-        list(clipped)
+        train(
+            *(model, optimizer, 4),
+            scaler=torch.amp.GradScaler("cpu"),
+            behind=lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # before unscale_
+        )
     assert len(caught) == 1
     assert handle.monitor.steps == 4
     assert not handle.monitor.findings
@@ -443,16 +414,14 @@ def test_a_clip_of_scaled_gradients_is_reported() -> None:
 @pytest.mark.parametrize("way", ["step", "closure", "clip", "value", "scaler", "unscale", "schedule"])
 def test_warnings_point_at_the_users_line(way: str) -> None:
     model, optimizer = made()
-    gradstat.auto(optimizer, model)
+    gradstat.auto(optimizer)
+    gc.collect()  # the handle need not be kept
     scaler = torch.amp.GradScaler("cpu", enabled=way in ("scaler", "unscale"))
     if way == "schedule":
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps the step
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.ones(1, 4)).square().sum() * math.nan
-        scaler.scale(loss).backward()
-        return loss
+        return backpropagated(optimizer, scaler.scale(model(torch.ones(1, 4)).square().sum() * math.nan))
 
     measuring: dict[str, Callable[[], object]] = {
         "closure": lambda: optimizer.step(closure),
@@ -478,59 +447,48 @@ def test_warnings_point_at_the_users_line(way: str) -> None:
     ],
 )
 def test_a_clip_that_changes_nothing_is_told_once(module: Any, name: str, set_to_none: bool, when: str) -> None:
-    (model, optimizer), (other, unwatched) = made(), made()
-    handle = gradstat.auto(optimizer, model, on_anomaly="record")
-    clip = getattr(module, name)
+    (model, optimizer, monitor), (other, unwatched) = made_and_watched(), made()
+
+    def clip(here: str, *besides: nn.Parameter) -> None:
+        if when == here:
+            getattr(module, name)([*model.parameters(), *besides], 1.0)
+
     for _ in range(4):
         for one in (optimizer, unwatched):
             one.zero_grad(set_to_none)
-        if when == "early":
-            clip(model.parameters(), 1.0)
+        clip("early")
         (model(torch.randn(8, 4)).sum() + other(torch.randn(8, 4)).sum()).backward()
-        if when == "in time":
-            clip(model.parameters(), 1.0)
+        clip("in time")
         optimizer.step()
-        if when == "late":
-            clip(model.parameters(), 1.0)
-        if when == "joint":
-            clip([*model.parameters(), *other.parameters()], 1.0)
-            unwatched.step()
+        clip("late")
+        clip("joint", *other.parameters())
+        unwatched.step()
     zeros = 3 * (when == "early" and not set_to_none)  # gradients of zeros are measured, too
-    assert handle.monitor.steps == 4 + zeros
+    assert monitor.steps == 4 + zeros
     text = "gradients were clipped between a step and the next backward pass, which changes nothing"
-    assert [(one.step, one.text) for one in handle.monitor.findings] == [(0, text)] * (when in ("late", "early"))
-
-
-def broken(*_: object, **__: object) -> Any:
-    raise ZeroDivisionError
+    assert [(one.step, one.text) for one in monitor.findings] == [(0, text)] * (when in ("late", "early"))
 
 
 @pytest.mark.parametrize("way", ["is_still_scaled", "torch_calls.has_losses", "torch_calls.losses_scaled_by"])
 def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = []
-    for watched in (False, True):
-        torch.manual_seed(1)
-        model, optimizer = made()
-        training = program(optimizer, model, 12, None, torch.amp.GradScaler("cpu"), max_norm=1.0)
-        if not watched:
-            list(training)
-        else:
-            handle = gradstat.auto(optimizer, model)
-            monkeypatch.setattr(f"gradstat.monitor.listener.{way}", broken)
-            with pytest.warns(RuntimeWarning) as caught:
-                list(training)
-            (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
-            assert "calls of clips and loss scalers could not be tracked; training goes on:\nTraceback" in message
-            assert [finding.rule for finding in handle.monitor.findings][:1] == ["not-watched"]
-        trained.append([p.detach().clone() for p in model.parameters()])
-    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
+    (alone, own), (model, optimizer) = made(), made()
+    torch.manual_seed(1)
+    train(alone, own, 12, scaler=torch.amp.GradScaler("cpu"), max_norm=1.0)
+    handle = gradstat.auto(optimizer, model)
+    monkeypatch.setattr(f"gradstat.monitor.listener.{way}", Mock(side_effect=ZeroDivisionError))
+    torch.manual_seed(1)
+    with pytest.warns(RuntimeWarning) as caught:
+        train(model, optimizer, 12, scaler=torch.amp.GradScaler("cpu"), max_norm=1.0)
+    (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
+    assert "calls of clips and loss scalers could not be tracked; training goes on:\nTraceback" in message
+    assert [finding.rule for finding in handle.monitor.findings][:1] == ["not-watched"]
+    assert all(map(torch.equal, alone.parameters(), model.parameters()))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("way", ["one", "micro-batches", "scaled", "GAN", "other", "elements", "given", "edge", "two"])
 def test_the_loss_is_the_root_of_the_backward_pass(way: str, set_to_none: bool) -> None:
-    (model, optimizer), (other, _) = made(), made()
-    handle = gradstat.auto(model, optimizer, on_anomaly="record")
+    (model, optimizer, monitor), (other, _) = made_and_watched(), made()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=way == "scaled")
     expected = []
     for _ in range(4):
@@ -554,16 +512,9 @@ def test_the_loss_is_the_root_of_the_backward_pass(way: str, set_to_none: bool) 
         scaler.update()
         used = 2 if way in ("micro-batches", "scaled", "two") else 1
         expected.append(sum(loss.item() for loss in losses[:used]))
-    seen = handle.monitor.recording().scalars.get("loss")
+    seen = monitor.recording().scalars.get("loss")
     assert (seen is None) == (way in no_losses)
     assert seen is None or seen.tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_closure_need_not_return_a_loss() -> None:
-    model, optimizer = made()
-    with gradstat.auto(optimizer, model) as handle:
-        optimizer.step(lambda: ("not", "a loss"))  # type: ignore[arg-type,return-value]
-    assert handle.monitor.steps == 1
 
 
 @pytest.mark.parametrize(
@@ -599,17 +550,14 @@ def test_a_group_added_later_is_watched(given: bool) -> None:
     body.requires_grad_(False)
     optimizer = torch.optim.AdamW(head.parameters())
 
-    def before(step: int, batch: Tensor) -> None:
-        if step == 3:
-            body.requires_grad_(True)
-            optimizer.add_param_group({"params": body.parameters(), "lr": 1e-4})
+    def unfreeze(_: Tensor) -> None:
+        optimizer.add_param_group({"params": body.requires_grad_(True).parameters(), "lr": 1e-4})
 
-    with gradstat.auto(optimizer, model if given else None, on_anomaly="record") as handle:
-        list(program(optimizer, model, 8, bad=6, before=before))
-    found = next(finding for finding in handle.monitor.findings if finding.severity == "error")
-    assert (found.rule, found.step) == ("nonfinite-gradient", 6)
-    assert found.name == ("0.weight" if given else "group1.0")
-    assert {finding.rule for finding in handle.monitor.findings if finding.step < 6} == set()
+    monitor = watched(model, optimizer, 8, (optimizer, model if given else None), bad={6}, before=at(3, unfreeze))
+    assert {finding.rule for finding in monitor.findings if finding.step < 6} == set()
+    found = next(finding for finding in monitor.findings if finding.severity == "error")
+    name = "0.weight" if given else "group1.0"
+    assert (found.rule, found.step, found.name) == ("nonfinite-gradient", 6, name)
 
 
 def test_a_parameter_replaced_in_the_optimizer_is_followed() -> None:
@@ -617,7 +565,7 @@ def test_a_parameter_replaced_in_the_optimizer_is_followed() -> None:
     torch.manual_seed(0)
     points, colours = nn.Parameter(torch.randn(16, 3)), nn.Parameter(torch.rand(16, 3))
     optimizer = torch.optim.Adam([{"params": [points], "name": "points"}, {"params": [colours], "name": "colours"}])
-    handle = gradstat.auto(optimizer, on_anomaly="record")
+    monitor = gradstat.auto(optimizer, on_anomaly="record").monitor
     for step in range(12):
         if step in (4, 8):
             for group in optimizer.param_groups:
@@ -628,16 +576,14 @@ def test_a_parameter_replaced_in_the_optimizer_is_followed() -> None:
                     state[key] = torch.cat([state[key], torch.zeros(4, 3)])
                 group["params"][0] = longer
                 optimizer.state[longer] = state
-        optimizer.zero_grad()
         points, colours = (group["params"][0] for group in optimizer.param_groups)
-        (points.square().mean() + (colours - 0.5).square().mean()).backward()
+        backpropagated(optimizer, points.square().mean() + (colours - 0.5).square().mean())
         if step == 10:
-            colours.grad[20, 1] = math.inf  # type: ignore[index]
+            colours.grad[20, 1] = math.inf
         optimizer.step()
-    monitor = handle.monitor
     monitor.flush()
     assert monitor.steps == 12
-    (found,) = (finding for finding in monitor.findings if finding.severity != "info")
+    (found,) = serious(monitor)
     assert (found.rule, found.step, found.name) == ("nonfinite-gradient", 10, "group1.0")
     assert "the first at [20, 1]" in found.text
     assert [stats.numel for stats in monitor.latest().report] == [72, 72]
@@ -649,30 +595,23 @@ def test_what_the_optimizer_trains_besides_the_model_is_watched_too() -> None:
     besides, _, first = model.children()
     optimizer = torch.optim.AdamW(first.parameters())
     optimizer.add_param_group({"params": list(besides.parameters())})
-    with gradstat.auto(optimizer, first, on_anomaly="record") as handle:
-        list(program(optimizer, model, 5, bad=3))
-    infos = [finding for finding in handle.monitor.findings if finding.severity == "info"]
-    (told,) = (finding for finding in infos if finding.evidence.get("what") == "besides")
-    assert told.evidence["parameters"] == ["group1.0", "group1.1"]
-    error = next(finding for finding in handle.monitor.findings if finding.severity == "error")
+    monitor = watched(model, optimizer, 5, (optimizer, first), bad={3})
+    (told,) = (finding for finding in monitor.findings if finding.evidence.get("what") == "besides")
+    assert (told.severity, told.evidence["parameters"]) == ("info", ["group1.0", "group1.1"])
+    error = next(finding for finding in monitor.findings if finding.severity == "error")
     assert (error.step, error.name) == (3, "group1.0")
 
 
 def test_the_learning_rates_of_all_groups_are_watched() -> None:
     model, _ = made()
-    groups = [{"params": layer.parameters()} for layer in (model[0], model[2])]  # type: ignore[index]
+    groups = [{"params": layer.parameters()} for layer in (model[0], model[2])]
     optimizer = torch.optim.SGD(groups, lr=1e-4)
-
-    def before(step: int, batch: Tensor) -> None:
-        if step == 5:
-            optimizer.param_groups[1]["lr"] *= 100_000
-
-    with gradstat.auto(optimizer, on_anomaly="record") as handle:
-        list(program(optimizer, model, 12, before=before))
-    found = handle.monitor.diagnose().findings[0]
+    jump = at(5, lambda _: optimizer.param_groups[1].update(lr=10.0))
+    monitor = watched(model, optimizer, 12, (optimizer,), before=jump)
+    found = monitor.diagnose().findings[0]
     assert (found.rule, found.step, found.name) == ("learning-rate-jump", 5, "lr[1]")
     assert "the learning rate of group 1 jumps from 0.0001 to 10" in found.text
-    assert handle.monitor.recording().scalars["lr[1]"][5:].tolist() == [10] * 7
+    assert monitor.recording().scalars["lr[1]"][5:].tolist() == [10] * 7
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -689,21 +628,15 @@ class Wrapper(torch.optim.Optimizer):
 def test_an_optimizer_that_leaves_the_step_to_another_is_watched(outer_of: Any) -> None:
     """Whether it only wraps the other, or is one whose own ``step`` nobody calls, as SAM."""
     model, inner = made()
-    with gradstat.auto(outer_of(inner), model, on_anomaly="record") as handle:
-        list(program(inner, model, 6, bad=3))
-    found = handle.monitor.findings[0]
-    assert (handle.monitor.steps, found.step, found.name) == (6, 3, "0.weight")
+    monitor = watched(model, inner, 6, (outer_of(inner), model), bad={3})
+    assert (monitor.steps, monitor.findings[0].step, monitor.findings[0].name) == (6, 3, "0.weight")
 
 
 def test_a_diagnosis_of_no_step_is_not_ok_and_says_why() -> None:
-    model, optimizer = made()
-    other_model, other = made()
-    with gradstat.auto(optimizer, model) as handle:
-        list(program(other, other_model, 3))
-        diagnosis = handle.monitor.diagnose()
+    diagnosis = watched(*made(), 3, made()).diagnose()
     assert not diagnosis.ok
-    told = diagnosis.headline()
-    assert "step() of the watched AdamW has not been called; steps of AdamW, with other parameters" in told
+    told = "step() of the watched AdamW has not been called; steps of AdamW, with other parameters"
+    assert told in diagnosis.headline()
 
 
 WASTING = ("none", "other layer", "evaluation", "not zeroed", "another", "by hand", "skipped")
@@ -713,21 +646,21 @@ WASTING = ("none", "other layer", "evaluation", "not zeroed", "another", "by han
 @pytest.mark.parametrize("way", WASTING)
 def test_gradients_that_no_step_uses_are_told_once(way: str, steps: int) -> None:
     set_to_none = (WASTING.index(way) + steps) % 2 == 0  # each value with every way and number of steps
-    model, optimizer = made(lr=1e-3)
+    model, optimizer, monitor = made_and_watched(lr=1e-3)
     another, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=1.0)
-    handle = gradstat.auto(model, optimizer, on_anomaly="record")
     enough = 50 if steps else 200
     for step in range(steps + enough + 70):
-        model.train(way != "evaluation" or step < steps)
-        if way != "not zeroed" or step < steps:
+        is_over = step >= steps
+        model.train(way != "evaluation" or not is_over)
+        if way != "not zeroed" or not is_over:
             optimizer.zero_grad(set_to_none)
-        loss = model[2:](torch.randn(8, 8)) if way == "other layer" and step >= steps else model(torch.randn(8, 4))
-        scaler.scale(loss.square().mean()).backward()
+        output = model[2:](torch.randn(8, 8)) if way == "other layer" and is_over else model(torch.randn(8, 4))
+        scaler.scale(output.square().mean()).backward()
         if way == "skipped":
             model[2].weight.grad.fill_(math.inf)
             scaler.step(optimizer)
             scaler.update(1.0)
-        elif step < steps:
+        elif not is_over:
             optimizer.step()
         elif way == "another":
             another.step()
@@ -735,26 +668,23 @@ def test_gradients_that_no_step_uses_are_told_once(way: str, steps: int) -> None
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.sub_(1e-3 * parameter)
-    found = [(one.step, one.text) for one in handle.monitor.findings if one.name == "optimizer"]
+    found = [(one.step, one.text) for one in monitor.findings if one.name == "optimizer"]
     text = f"gradients were computed and zeroed {enough} times, and step() of the optimizer was not called"
     assert found == [(steps, text)] * (way in ("none", "other layer"))
 
 
 @pytest.mark.parametrize(("samples", "is_told"), [(190, False), (210, True)])
 def test_gradients_may_be_taken_of_each_sample(samples: int, is_told: bool) -> None:
-    model, optimizer = made(lr=1e-3)
-    handle = gradstat.auto(model, optimizer, on_anomaly="record")
+    model, optimizer, monitor = made_and_watched(lr=1e-3)
     for _ in range(2):
         for _ in range(samples):
-            optimizer.zero_grad()
-            model(torch.randn(1, 4)).square().mean().backward()
+            backpropagated(optimizer, model(torch.randn(1, 4)).square().mean())
         optimizer.step()
-    assert [one.step for one in handle.monitor.findings if one.name == "optimizer"] == [0] * is_told
+    assert [one.step for one in monitor.findings if one.name == "optimizer"] == [0] * is_told
 
 
 def test_a_scaler_of_a_class_defined_later_is_watched() -> None:
-    model, optimizer = made()
-    handle = gradstat.auto(optimizer, model, on_anomaly="record")
+    model, optimizer, monitor = made_and_watched()
 
     class Late(torch.amp.GradScaler):
         def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -765,9 +695,8 @@ def test_a_scaler_of_a_class_defined_later_is_watched() -> None:
         def update(self, new_scale: Any = None) -> None:
             self._per_optimizer_states.clear()
 
-    list(program(optimizer, model, 6, 3, Late("cpu")))
-    assert handle.monitor.steps == 6
-    assert handle.monitor.nonfinite_steps == 1
+    train(model, optimizer, 6, bad={3}, scaler=Late("cpu"))
+    assert (monitor.steps, monitor.nonfinite_steps) == (6, 1)
 
 
 @pytest.mark.parametrize("given", ["nothing", "model", "model.module"])
@@ -776,16 +705,15 @@ def test_a_scaler_of_a_class_defined_later_is_watched() -> None:
 def test_under_fabric(scaled: bool, clip: dict[str, float], given: str) -> None:
     """Its wrappers of model and optimizer may be given; the training keeps its bits, and hooks their calls."""
     runs = []
-    for watched in (False, True):
+    for is_watched in (False, True):
         precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
         fabric = Fabric(accelerator="cpu", plugins=[precision] if scaled else [])
-        torch.manual_seed(0)
         net, optimizer = made()
         calls: list[object] = []
         net.register_forward_hook(lambda *_, calls=calls: calls.append(_))
         model, optimizer = fabric.setup(net, optimizer)
         arguments = {"nothing": (), "model": (model,), "model.module": (model.module,)}[given]
-        handle = gradstat.auto(*arguments, optimizer, on_anomaly="record") if watched else None
+        handle = gradstat.auto(*arguments, optimizer, on_anomaly="record") if is_watched else None
         norms, losses = [], []
         for step in range(5):
             factor = math.nan if step == 2 and scaled else 1.0  # the scaler skips this step
@@ -798,29 +726,26 @@ def test_under_fabric(scaled: bool, clip: dict[str, float], given: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert len(calls) == 5
-        runs.append([parameter.detach() for parameter in net.parameters()])
+        runs.append(list(net.parameters()))
     assert all(map(torch.equal, *runs))
     scalars = handle.monitor.recording().scalars
     assert scalars["norm"].tolist() == pytest.approx(norms, rel=1e-6, nan_ok=True)
     assert scalars["loss"].tolist() == pytest.approx(losses, rel=1e-6, nan_ok=True)
-    if scaled:
-        assert scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512, 512]
-    handle.remove()
+    assert not scaled or scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512, 512]
 
 
-def test_a_step_of_fabric_is_skipped_or_clipped() -> None:
-    for clip in (False, True):
-        fabric = Fabric(accelerator="cpu")
-        model, optimizer = fabric.setup(*made())
-        policies, max_norm = {"error": ("skip", "record")}, None if clip else 0.05
-        with gradstat.auto(model.module, optimizer, on_anomaly=policies, max_norm=max_norm) as handle:
-            for step in range(5):
-                fabric.backward(mse_loss(model(torch.randn(8, 4)), torch.full((8, 2), math.nan if step == 2 else 9.0)))
-                if clip:  # by default it raises
-                    fabric.clip_gradients(model, optimizer, max_norm=0.05, error_if_nonfinite=False)
-                optimizer.step()
-                if step != 2:
-                    assert gradstat.check(model).total_norm == pytest.approx(0.05, rel=1e-3)
-                optimizer.zero_grad()
-        assert {finding.step for finding in handle.monitor.findings} == {2}
-        assert all(parameter.isfinite().all() for parameter in model.parameters())
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_of_fabric_is_skipped_or_clipped(clips: bool) -> None:
+    fabric = Fabric(accelerator="cpu")
+    model, optimizer = fabric.setup(*made())
+    with gradstat.auto(model.module, optimizer, on_anomaly=SKIP, max_norm=None if clips else 0.05) as handle:
+        for step in range(5):
+            fabric.backward(mse_loss(model(torch.randn(8, 4)), torch.full((8, 2), math.nan if step == 2 else 9.0)))
+            if clips:  # by default it raises
+                fabric.clip_gradients(model, optimizer, max_norm=0.05, error_if_nonfinite=False)
+            optimizer.step()
+            if step != 2:
+                assert gradstat.check(model).total_norm == pytest.approx(0.05, rel=1e-3)
+            optimizer.zero_grad()
+    assert {finding.step for finding in handle.monitor.findings} == {2}
+    assert is_finite(model)

@@ -61,9 +61,8 @@ def test_a_report_gives_what_was_chosen() -> None:
 def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> None:
     model, optimizer = trainee()
     model[2].weight.requires_grad_(not missing)  # type: ignore[index,union-attr]
-    monitor = gradstat.Monitor(
-        model, optimizer, on_anomaly="record", options={"review_every": review_every}, watch={"updates": 2}
-    )
+    options: Any = {"options": {"review_every": review_every}, "watch": {"updates": 2}}
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record", **options)
     assert monitor.latest() is None
     assert scalars_of(monitor) == {}
     for i in range(5):
@@ -82,20 +81,17 @@ def test_a_monitor_gives_its_newest_step(review_every: int, missing: bool) -> No
 
 def test_invalid_arguments_are_refused() -> None:
     model, report = model_and_report()
-    with pytest.raises(ValueError, match="aggregates: unknown name 'norm'; known: total_norm, max_abs"):
-        scalars_of(report, aggregates=("norm",))
-    with pytest.raises(ValueError, match=r"per_tensor is the string 'l2_norm'; expected a sequence"):
-        scalars_of(report, per_tensor="l2_norm")
-    with pytest.raises(ValueError, match="top is 0"):
-        scalars_of(report, top=0)
-    with pytest.raises(ValueError, match="every is 0"):
-        ReportLogger(print, every=0)
-    with pytest.raises(TypeError, match=r"expected a gradstat.Report or a .*Monitor, got PendingReport; call result\("):
-        scalars_of(gradstat.check_async(model))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"cannot log to a int; expected a TensorBoard SummaryWriter, a wandb run"):
-        log_report(3, report, 0)
-    with pytest.raises(ValueError, match="no step number; pass step="):
-        log_report(lambda values, step: None, report)
+    for error, words, call in (
+        (ValueError, "aggregates: unknown name 'norm'; known: tot", lambda: scalars_of(report, aggregates=("norm",))),
+        (ValueError, "per_tensor is the string 'l2_norm'; expected", lambda: scalars_of(report, per_tensor="l2_norm")),
+        (ValueError, "top is 0", lambda: scalars_of(report, top=0)),
+        (ValueError, "every is 0", lambda: ReportLogger(print, every=0)),
+        (TypeError, "a gradstat.Report or a .* got PendingReport;", lambda: scalars_of(gradstat.check_async(model))),
+        (TypeError, "cannot log to a int; expected a TensorBoard Summ", lambda: log_report(3, report, 0)),
+        (ValueError, "no step number; pass step=", lambda: log_report(lambda values, step: None, report)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 def events_in(folder: Path) -> EventAccumulator:
@@ -105,7 +101,7 @@ def events_in(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_gets_one_event_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a histogram of norms, if requested."""
+    """Also a histogram of norms, if requested; numbers that are not finite are logged as such."""
     _, report = model_and_report()
     with SummaryWriter(tmp_path) as writer:
         file = writer._get_file_writer()
@@ -114,26 +110,21 @@ def test_tensorboard_gets_one_event_a_step(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(file, "add_summary", lambda *a, **k: (written.append(a), original(*a, **k))[1])
         for at in (3, 7):
             log_report(writer, report, at, per_tensor=("l2_norm",), histogram=at == 7)
-    assert len(written) == 3
+        assert len(written) == 3
+        log_report(writer, model_and_report(bad=True)[1], 9, histogram=True)
+        loggers.log_scalars(writer, {"large": 1e300, "low": -1e300, "inf": math.inf}, 9)
     events = events_in(tmp_path)
-    assert set(events.Tags()["scalars"]) == {*report.scalars("grad/"), *(f"grad/l2_norm/{n}" for n in report.names)}
+    names = {*report.scalars("grad/"), *(f"grad/l2_norm/{name}" for name in report.names)}
+    assert set(events.Tags()["scalars"]) == {*names, "large", "low", "inf"}
     for name, value in scalars_of(report, per_tensor=("l2_norm",)).items():
-        assert [(e.step, e.value) for e in events.Scalars(name)] == [(at, pytest.approx(value)) for at in (3, 7)]
-    (event,) = events.Histograms("grad/log10_norms")
+        assert [(e.step, e.value) for e in events.Scalars(name)][:2] == [(at, pytest.approx(value)) for at in (3, 7)]
+    event = events.Histograms("grad/log10_norms")[0]
     logs = [math.log10(stats.l2_norm) for stats in report]
     assert event.step == 7
     histogram = event.histogram_value
     assert (histogram.num, histogram.min, histogram.max) == (4, pytest.approx(min(logs)), pytest.approx(max(logs)))
     assert sum(histogram.bucket) == 4
-
-
-def test_nonfinite_values_are_logged_as_such(tmp_path: Path) -> None:
-    _, report = model_and_report(bad=True)
-    with SummaryWriter(tmp_path) as writer:
-        log_report(writer, report, 0, histogram=True)
-        loggers.log_scalars(writer, {"large": 1e300, "low": -1e300, "inf": math.inf}, 0)
-    events = events_in(tmp_path)
-    assert math.isnan(events.Scalars("grad/total_norm")[0].value)
+    assert math.isnan(events.Scalars("grad/total_norm")[2].value)
     assert [events.Scalars(name)[0].value for name in ("large", "low", "inf")] == [math.inf, -math.inf, math.inf]
 
 
@@ -209,9 +200,8 @@ def test_a_long_line_is_written_at_once(tmp_path: Path) -> None:
         for i in range(20):
             writer.write({f"name{j}": float(i) for j in range(2000)}, i)
             other.write({"x": 1.0}, i)
-    assert [json.loads(line)["step"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [
-        i for i in range(20) for _ in range(2)
-    ]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert steps == [i for i in range(20) for _ in range(2)]
 
 
 def test_a_file_gets_numbers_only_and_one_step(tmp_path: Path) -> None:
@@ -220,9 +210,7 @@ def test_a_file_gets_numbers_only_and_one_step(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"the name 'step', under which .*log has the argument step; rename it"):
             writer.write({"step": 1.0}, 7)
         for value in (torch.tensor(1.0), "low", None, [1.0]):
-            with pytest.raises(
-                TypeError, match=r"values\['loss'\] is a \w+; expected a number, such as float\(value\)"
-            ):
+            with pytest.raises(TypeError, match=r"values\['loss'\] is a \w+; expected a number, such as float\(val"):
                 writer.write({"loss": value}, 7)
         assert path.read_text() == ""
         writer.write({"loss": np.float32(0.5), "count": np.int64(3), "tokens": 2}, 7)

@@ -4,11 +4,12 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils.clip_grad import clip_grad_norm_ as clip_bound_before_watching
 
@@ -19,20 +20,22 @@ STEPS, BAD = 12, 8
 UTILS: Any = torch.nn.utils
 
 
-class Run(NamedTuple):
+@dataclass
+class Run:
     """A training whose gradients are spoilt in step `BAD`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
+    scaler: Any
     guard: gradstat.SpikeGuard
-    raw: list[float]  # the norm of each step's gradients before anything changed them, unscaled
+    clip: Any  # an adaptive one
+    raw: list[float] = field(default_factory=list)  # norms of gradients before anything changed them, unscaled
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
-    def backward(self, step: int, fault: str) -> Tensor:
+    def backward(self, step: int, fault: str) -> None:
         generator = torch.Generator().manual_seed(step)
         loss = mse_loss(self.model(torch.randn(16, 4, generator=generator)), torch.ones(16, 2))
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -44,49 +47,27 @@ class Run(NamedTuple):
             gradients[0][1, 2] = math.nan
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.raw.append(math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)) / scale)
-        return loss.detach()
+        self.loss = loss.detach()
+
+    def step(self, way: str) -> None:
+        if way in GUARDED:
+            gradstat.guarded_step(self.optimizer, **GUARDED[way](self))
+        elif way in SCALED:
+            SCALED[way](self)
+            self.scaler.step(self.optimizer)
+        else:
+            CLIPS.get(way, lambda run: run.clip.clip_(run.parameters))(self)
+            self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
 
 
-Way = Callable[[Run, Tensor], object]
-
-
-def clipped_by(clip: Callable[[Run], object]) -> Way:
-    def step(run: Run, loss: Tensor) -> None:
-        clip(run)
-        run.optimizer.step()
-
-    return step
-
-
-def adaptive(make: Callable[[], Any]) -> Way:
-    clip = make()
-    return clipped_by(lambda run: clip.clip_(run.parameters))
-
-
-def halves(utils: Any) -> Way:
+def halves(utils: Any) -> Callable[[Run], object]:
     def clip(run: Run) -> None:
         norm = utils.get_total_norm([p.grad for p in run.parameters if p.grad is not None])
         utils.clip_grads_with_norm_(run.parameters, 0.01, norm)
 
-    return clipped_by(clip)
-
-
-def guarded(**options: Any) -> Way:
-    return lambda run, loss: gradstat.guarded_step(run.optimizer, **options)
-
-
-def guarded_by_a_guard(run: Run, loss: Tensor) -> None:
-    gradstat.guarded_step(run.optimizer, 0.01, guard=run.guard, loss=loss)
-
-
-def scaled(clip: Callable[[Run], object] | None = None) -> Way:
-    def step(run: Run, loss: Tensor) -> None:
-        if clip is not None:
-            clip(run)
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-
-    return step
+    return clip
 
 
 def unscaled_and_clipped(run: Run) -> None:
@@ -94,36 +75,35 @@ def unscaled_and_clipped(run: Run) -> None:
     gradstat.clip_grad_norm_(run.parameters, 0.01)
 
 
-def guarded_and_scaled(run: Run, loss: Tensor) -> None:
-    gradstat.guarded_step(run.optimizer, 0.01, scaler=run.scaler)
-    run.scaler.update()
-
-
-STEPPING: dict[str, Callable[[], Way]] = {
-    "no clip": lambda: clipped_by(lambda run: None),
-    "torch's clip": lambda: clipped_by(lambda run: UTILS.clip_grad_norm_(run.parameters, 0.01)),
-    "torch's clip by an old name": lambda: clipped_by(lambda run: clip_bound_before_watching(run.parameters, 0.01)),
-    "torch's halves": lambda: halves(UTILS),
-    "torch's value clip": lambda: clipped_by(lambda run: UTILS.clip_grad_value_(run.parameters, 1e-3)),
-    "clip_grad_norm_": lambda: clipped_by(lambda run: gradstat.clip_grad_norm_(run.parameters, 0.01)),
-    "halves": lambda: halves(gradstat),
-    "FixedClip": lambda: adaptive(lambda: gradstat.FixedClip(0.01)),
-    "AutoClip": lambda: adaptive(gradstat.AutoClip),
-    "ZClip": lambda: adaptive(gradstat.ZClip),
-    "AdaGC": lambda: adaptive(gradstat.AdaGC),
-    "AGC": lambda: adaptive(gradstat.AGC),
-    "guarded_step": lambda: guarded(),
-    "guarded_step with a limit": lambda: guarded(max_norm=0.01),
-    "guarded_step with AutoClip": lambda: guarded(max_norm=gradstat.AutoClip()),
-    "guarded_step with AGC": lambda: guarded(max_norm=gradstat.AGC()),
-    "guarded_step with a guard": lambda: guarded_by_a_guard,
-    "scaler": scaled,
-    "scaler, unscaled and clipped": lambda: scaled(unscaled_and_clipped),
-    "scaler, unscale_and_clip_": lambda: scaled(lambda run: run.scaler.unscale_and_clip_(run.optimizer, 0.01)),  # type: ignore[union-attr]
-    "guarded_step with a scaler": lambda: guarded_and_scaled,
+# What comes before ``optimizer.step()``.
+CLIPS: dict[str, Callable[[Run], object]] = {
+    "no clip": lambda run: None,
+    "torch's clip": lambda run: UTILS.clip_grad_norm_(run.parameters, 0.01),
+    "torch's clip by an old name": lambda run: clip_bound_before_watching(run.parameters, 0.01),
+    "torch's halves": halves(UTILS),
+    "torch's value clip": lambda run: UTILS.clip_grad_value_(run.parameters, 1e-3),
+    "clip_grad_norm_": lambda run: gradstat.clip_grad_norm_(run.parameters, 0.01),
+    "halves": halves(gradstat),
 }
-# Which of these skip a step that is not finite.
-SKIPPING = {way for way in STEPPING if way.startswith(("guarded_step", "scaler"))}
+ADAPTIVE: dict[str, Callable[[], Any]] = {
+    "FixedClip": lambda: gradstat.FixedClip(0.01),
+    **{kind.__name__: kind for kind in (gradstat.AutoClip, gradstat.ZClip, gradstat.AdaGC, gradstat.AGC)},
+}
+# What a guarded step is given, and what comes before the scaler's step; all of these skip a step that is not finite.
+GUARDED: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "guarded_step": lambda run: {},
+    "guarded_step with a limit": lambda run: {"max_norm": 0.01},
+    "guarded_step with AutoClip": lambda run: {"max_norm": run.clip},
+    "guarded_step with AGC": lambda run: {"max_norm": run.clip},
+    "guarded_step with a guard": lambda run: {"max_norm": 0.01, "guard": run.guard, "loss": run.loss},
+    "guarded_step with a scaler": lambda run: {"max_norm": 0.01, "scaler": run.scaler},
+}
+SCALED: dict[str, Callable[[Run], object]] = {
+    "scaler": lambda run: None,
+    "scaler, unscaled and clipped": unscaled_and_clipped,
+    "scaler, unscale_and_clip_": lambda run: run.scaler.unscale_and_clip_(run.optimizer, 0.01),
+}
+STEPPING = (*CLIPS, *ADAPTIVE, *GUARDED, *SCALED)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
@@ -155,7 +135,7 @@ WATCHING = ("auto", "auto, patched", "auto, skip", "Monitor", "Monitor, skip", "
 def cases() -> Iterator[Any]:
     """Every way of watching with every way of stepping; each of both with every kind of optimizer."""
     for (i, how), (j, way) in itertools.product(enumerate(WATCHING), enumerate(STEPPING)):
-        if way.startswith(("scaler", "guarded_step with a scaler")) and how == "Monitor, guard":
+        if "scale" in way and how == "Monitor, guard":
             continue  # refused: the scaler skips by itself
         kind = list(OPTIMIZERS)[(i + j) % len(OPTIMIZERS)]
         yield pytest.param(how, way, kind, id=f"{how}-{way}-{kind}")
@@ -169,17 +149,16 @@ def test_a_step_is_seen_once_before_anything_changes_it(how: str, way: str, kind
         optimizer = OPTIMIZERS[kind](model.parameters())
         scaler = gradstat.amp.GradScaler("cpu", init_scale=128.0) if "scale" in way else None
         guard = gradstat.SpikeGuard(window=8, warmup=4, max_norm=1e3)
-        run = Run(model, optimizer, scaler, guard, [])
-        step_of = STEPPING[way]()
-        skips = way in SKIPPING or "skip" in how or "guard" in how
+        run = Run(model, optimizer, scaler, guard, ADAPTIVE.get(way.split()[-1], lambda: None)())
+        skips = way in {*GUARDED, *SCALED} or "skip" in how or "guard" in how
         with watched(how, run) as (monitor, calls_step):
             for step in range(STEPS):
                 optimizer.zero_grad()
                 before = [parameter.detach().clone() for parameter in model.parameters()]
-                loss = run.backward(step, fault)
+                run.backward(step, fault)
                 if calls_step:
-                    monitor.step(loss)
-                step_of(run, loss)
+                    monitor.step(run.loss)
+                run.step(way)
                 is_same = all(map(torch.equal, before, model.parameters()))
                 refused = fault == "explosion" and ("guard" in how or way == "guarded_step with a guard")
                 assert is_same == (step == BAD and skips and (fault == "nan" or refused)), step
@@ -199,7 +178,7 @@ def test_a_step_is_seen_once_before_anything_changes_it(how: str, way: str, kind
         if "guard" in how or way == "guarded_step with a guard":
             counts = guard.read(wait=True)
             assert (counts.steps, counts.nonfinite, counts.refused) == (STEPS, fault == "nan", fault != "nan")
-        if way.startswith("guarded_step"):
+        if way in GUARDED:
             counted = gradstat.step_counters(optimizer).read(wait=True)
             skipped = fault == "nan" or "guard" in how or "guard" in way.removeprefix("guarded_step")
             assert (counted.steps, counted.skipped) == (STEPS, skipped)

@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.frameworks import training_arguments
+from helpers.training import backpropagated
 from torch import nn
 from transformers import Trainer
 
@@ -36,9 +37,9 @@ WATCHERS: dict[str, Watcher] = {
 }
 
 
-def saved(model: nn.Module) -> bytes:
+def saved(thing: Any) -> bytes:
     file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(thing, file)
     return file.getvalue()
 
 
@@ -48,23 +49,30 @@ def loaded(model: nn.Module) -> nn.Module:
     return found
 
 
-def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
+def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> partial[Any]:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, optimizer)
-    return lambda: accelerate.install(accelerator)
+    return partial(accelerate.install, accelerator)
 
 
-def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
-    trainer = Trainer(model, training_arguments(folder), optimizers=(optimizer, None))
-    return lambda: transformers.install(trainer)
+def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> partial[Any]:
+    return partial(transformers.install, Trainer(model, training_arguments(folder), optimizers=(optimizer, None)))
 
 
-FRAMEWORKS: dict[str, Callable[..., Callable[[], Any]]] = {
-    "patch": lambda *_: gradstat.patch_torch,
+# Functions that begin to watch.
+FRAMEWORKS: dict[str, Callable[..., partial[Any]]] = {
+    "patch": lambda *_: partial(gradstat.patch_torch),
     "Accelerate": _accelerate,
     "Lightning": lambda *_: partial(GradstatCallback, max_norm=1.0, on_anomaly=["warn", "skip"]),
     "Trainer": _trainer,
 }
+
+
+def beginning(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> partial[Any]:
+    if kind in FRAMEWORKS:
+        return FRAMEWORKS[kind](model, optimizer, folder)
+    return partial(WATCHERS[kind], model, optimizer)
+
 
 OPERATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "load": loaded,
@@ -84,18 +92,13 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def _steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watchers: Sequence[Any], count: int) -> None:
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, watcher: Any, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     for _ in range(count):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = (model(torch.randn(8, 4, generator=generator)) - 1).square().mean()
-        loss.backward()
-        for watcher in watchers:
-            if isinstance(watcher, gradstat.Monitor):
-                watcher.step(loss)
-        for optimizer in optimizers:
-            optimizer.step()
+        loss = backpropagated(optimizer, (model(torch.randn(8, 4, generator=generator)) - 1).square().mean())
+        if isinstance(watcher, gradstat.Monitor):
+            watcher.step(loss)
+        optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -103,10 +106,10 @@ def _steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watche
 @pytest.mark.parametrize("kind", [*WATCHERS, *FRAMEWORKS])
 def test_a_watched_model_can_be_saved_copied_and_compiled(kind: str, operation: str, tmp_path: Path) -> None:
     model, optimizer = made()
-    watcher = FRAMEWORKS[kind](model, optimizer, tmp_path)() if kind in FRAMEWORKS else WATCHERS[kind](model, optimizer)
+    watcher = beginning(kind, model, optimizer, tmp_path)()
     for _ in range(2):  # before and during a training
         torch.testing.assert_close(OPERATIONS[operation](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
-        _steps(model, [optimizer], [watcher], 2)
+        _steps(model, optimizer, watcher, 2)
     torch.testing.assert_close(OPERATIONS[operation](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
     getattr(watcher, "remove", lambda: None)()
 
@@ -120,7 +123,7 @@ def _through(wrap: Callable[[nn.Module], Any], watched: bool = False) -> Callabl
     def program(watch: Watcher) -> nn.Module:
         model, optimizer = made()
         wrapped = wrap(model)
-        _steps(wrapped, [optimizer], [watch(wrapped if watched else model, optimizer)], 20)
+        _steps(wrapped, optimizer, watch(wrapped if watched else model, optimizer), 20)
         return model
 
     return program
@@ -133,7 +136,7 @@ def _averaged(watch: Watcher) -> nn.Module:
     average = torch.optim.swa_utils.AveragedModel(model)
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     for _ in range(5):
-        _steps(model, [optimizer], [watcher], 4)
+        _steps(model, optimizer, watcher, 4)
         average.update_parameters(model)
         for mine, its in zip(copied.state_dict().values(), model.state_dict().values(), strict=True):
             mine.lerp_(its, 0.1)
@@ -143,7 +146,7 @@ def _averaged(watch: Watcher) -> nn.Module:
 def _resumed(watch: Watcher) -> nn.Module:
     model, optimizer = made()
     watcher = watch(model, optimizer)
-    _steps(model, [optimizer], [watcher], 20)
+    _steps(model, optimizer, watcher, 20)
     file = io.BytesIO()
     monitor = getattr(watcher, "monitor", watcher)
     its = monitor.state_dict() if isinstance(monitor, gradstat.Monitor) else {}
@@ -155,7 +158,7 @@ def _resumed(watch: Watcher) -> nn.Module:
     optimizer.load_state_dict(state["optimizer"])
     if its:
         getattr(watcher, "monitor", watcher).load_state_dict(state["monitor"])
-    _steps(again, [optimizer], [watcher], 20)
+    _steps(again, optimizer, watcher, 20)
     return again
 
 
@@ -188,18 +191,6 @@ def test_a_watched_program_gives_the_same_results(kind: str, program: str) -> No
         assert torch.equal(value, other), name
 
 
-@pytest.mark.parametrize("kind", WATCHERS)
-def test_saved_files_of_a_watched_model_and_optimizer_are_unchanged(kind: str) -> None:
-    files = []
-    for watched in (False, True):
-        model, optimizer = made()
-        watcher = WATCHERS[kind](model, optimizer) if watched else None
-        _steps(model, [optimizer], [watcher], 2)
-        whole = {"model": model, "optimizer": optimizer.state_dict(), "all of it": optimizer}
-        files.append(saved(whole))  # type: ignore[arg-type]
-    assert files[0] == files[1]
-
-
 def global_state() -> list[Any]:
     return [
         torch.random.get_rng_state().tolist(),
@@ -219,25 +210,25 @@ def global_state() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", [*WATCHERS, "patch", "Accelerate", "Lightning", "Trainer"])
-def test_global_state_is_unchanged(kind: str, tmp_path: Path) -> None:
-    """Random numbers, flags, warning filters and threads are as without gradstat."""
+@pytest.mark.parametrize("kind", [*WATCHERS, *FRAMEWORKS])
+def test_global_state_and_saved_files_are_unchanged(kind: str, tmp_path: Path) -> None:
+    """Random numbers, flags, warning filters, threads, and files of model and optimizer are as without gradstat."""
     states = []
     for watched in (False, False, True):  # frameworks set variables on first use
         random.seed(0)
         numpy.random.seed(0)  # noqa: NPY002
         model, optimizer = made()
-        enter = FRAMEWORKS[kind](model, optimizer, tmp_path) if kind in FRAMEWORKS else None
+        begin = beginning(kind, model, optimizer, tmp_path)
         before = global_state()
-        watcher = None
-        if watched:
-            watcher = enter() if enter is not None else WATCHERS[kind](model, optimizer)
-        if enter is None:
-            _steps(model, [optimizer], [watcher], 2)
+        watcher = begin() if watched else None
+        if kind in WATCHERS:
+            _steps(model, optimizer, watcher, 2)
         within = global_state()
+        whole = {"model": model, "optimizer": optimizer.state_dict(), "all of it": optimizer}
+        files = saved(whole)
         for end in ("remove", "detach"):
             getattr(watcher, end, lambda: None)()
-        states.append([before, within, global_state()])
+        states.append([before, within, files, global_state()])
     assert states[1] == states[2]
 
 
@@ -256,13 +247,8 @@ def test_other_hooks_are_saved() -> None:
 @pytest.mark.parametrize("kind", ["Accelerate", "Trainer"])
 def test_a_second_install_replaces_the_first_unless_it_fails(kind: str, tmp_path: Path) -> None:
     model, optimizer = made()
-    if kind == "Trainer":
-        trainer = Trainer(model, training_arguments(tmp_path), optimizers=(optimizer, None))
-        install, owners = partial(transformers.install, trainer), [trainer, trainer.accelerator]
-    else:
-        owners = [Accelerator(cpu=True)]
-        model, optimizer = owners[0].prepare(model, optimizer)
-        install = partial(accelerate.install, owners[0])
+    install = FRAMEWORKS[kind](model, optimizer, tmp_path)
+    owners = [install.args[0], *([install.args[0].accelerator] if kind == "Trainer" else [])]
 
     def held() -> list[dict[str, int]]:
         return [{name: id(value) for name, value in vars(owner).items()} for owner in owners]
@@ -276,7 +262,7 @@ def test_a_second_install_replaces_the_first_unless_it_fails(kind: str, tmp_path
         assert held() == then
         if kind == "Accelerate":
             owners[0].backward(model(torch.ones(1, 4)).sum())
-            optimizer.step()
+            owners[0]._optimizers[0].step()
             assert (first.monitor.steps, replaced.monitor.steps) == (1, 0)
     others = [names.keys() - kept.keys() for names, kept in zip(held(), before, strict=True)]
     assert set.union(*map(set, others)) <= {"optimizer_cls_and_kwargs"}  # an optimizer that was made earlier

@@ -5,6 +5,7 @@ import io
 import math
 import os
 import random
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +62,7 @@ class Seen(NamedTuple):
 
 
 class Program:
-    """A random program. Its methods named ``do_...`` are the events that may happen.
+    """A random program, in which `EVENTS` happen.
 
     Args:
         seed: Determines all randomness.
@@ -107,10 +108,9 @@ class Program:
 
     def run(self, steps: int) -> None:
         """Runs some steps, and checks the monitor's recording."""
-        events = [name for name in dir(self) if name.startswith("do_")]
         expected = [AnomalyError] if self.policy == "raise" else []
         for _ in range(steps):
-            event = self.random.choice(events) if self.random.random() < 0.5 else ""
+            event = self.random.choice([*EVENTS]) if self.random.random() < 0.5 else ""
             self.done.append((self.monitor.steps, event))
             try:
                 with contextlib.suppress(*expected):
@@ -124,12 +124,12 @@ class Program:
 
     def step(self, event: str) -> None:
         if event:
-            getattr(self, event)()
+            EVENTS[event](self)
         x, labels = self.batch(event)
         self.optimizer.zero_grad(set_to_none=self.random.random() < 0.7)
         self.monitor.batch({"x": x, "labels": labels})
         loss = nn.functional.cross_entropy(self.model(x), labels.clamp(0, 2))
-        if event == "do_loss":
+        if event == "loss":
             loss = loss * math.nan
         if loss.requires_grad:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -156,17 +156,17 @@ class Program:
     def batch(self, event: str) -> tuple[Tensor, Tensor]:
         x = torch.randn(6, 4, dtype=self.model.last.weight.dtype)
         labels = torch.randint(0, 3, (6,))
-        if event == "do_batch":
+        if event == "batch":
             x[self.random.randrange(6), self.random.randrange(4)] = self.random.choice([math.nan, math.inf])
-        elif event == "do_label":
+        elif event == "label":
             labels[0] = 7
         return x, labels
 
     def edit(self, event: str, gradients: list[Tensor]) -> None:
         for gradient in gradients:
-            if event == "do_spike":
+            if event == "spike":
                 gradient *= 1e6
-            elif event == "do_gradient" and self.random.random() < 0.3:
+            elif event == "gradient" and self.random.random() < 0.3:
                 gradient.view(-1)[0] = self.random.choice([math.nan, math.inf, -math.inf])
 
     def heal(self) -> None:
@@ -178,69 +178,42 @@ class Program:
                     buffer.fill_(0.5)
         self.optimizer.state.clear()
 
-    # Events ----------------------------------------------------------------------------------------------
+    # Events of several statements ------------------------------------------------------------------------
 
-    def do_branches(self) -> None:
-        self.model.taken = [self.random.randrange(4) for _ in range(self.random.randrange(3))]
-
-    def do_grow(self) -> None:
-        self.model.branches.append(self.trained(self.model.branch()))
-
-    def do_resize(self) -> None:
-        self.model.branches[self.any_branch()] = self.trained(self.model.branch(8))
-
-    def do_shrink(self) -> None:
-        if len(self.model.branches) > 1:
-            del self.model.branches[self.any_branch()]
-
-    def do_freeze(self) -> None:
+    def freeze_or_thaw(self) -> None:
         parameter = self.random.choice(list(self.model.parameters()))
         parameter.requires_grad_(not parameter.requires_grad)
         parameter.grad = None
 
-    def do_cast(self) -> None:
+    def cast(self) -> None:
         self.model.to(self.random.choice([torch.float32, torch.float64]))
         self.optimizer.state.clear()
 
-    def do_parameter(self) -> None:
-        self.random.choice(list(self.model.parameters())).detach().view(-1)[0] = math.nan
-
-    def do_optimizer(self) -> None:
-        self.optimizer.state.clear()
-
-    def do_raise(self) -> None:
+    def fail(self) -> None:
         self.model.fails = True
         try:
             self.model(torch.ones(6, 4, dtype=self.model.last.weight.dtype))
         finally:
             self.model.fails = False
 
-    def do_state(self) -> None:
+    def save(self) -> None:
         file = io.BytesIO()
         torch.save(self.monitor.state_dict(), file)
         self.states.append((file.getvalue(), self.monitor.steps, dict(self.seen)))
 
-    def do_load(self) -> None:
+    def load(self) -> None:
         if self.states:
             saved, steps, seen = self.random.choice(self.states)
             self.monitor.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
             assert self.monitor.steps == steps
             self.seen = dict(seen)
 
-    def do_replace_monitor(self) -> None:
+    def replace_monitor(self) -> None:
         if self.states:
             with contextlib.suppress(AnomalyError):
                 self.monitor.detach()
             self.monitor = self.monitored()
-            self.do_load()
-
-    def do_diagnose(self) -> None:
-        assert str(self.monitor.diagnose())
-
-    def elsewhere(self) -> None:
-        """Does nothing: the step itself implements these events."""
-
-    do_batch = do_label = do_loss = do_gradient = do_spike = elsewhere
+            self.load()
 
     def any_branch(self) -> int:
         return self.random.randrange(len(self.model.branches))
@@ -300,6 +273,25 @@ class Program:
         for kind, series in recording.tables.items():
             assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
         assert load(self.monitor.save(self.folder / "now.gradstat")).steps.tolist() == wanted
+
+
+# What happens before a step; a step itself takes note of the last ones.
+EVENTS: dict[str, Callable[[Program], object]] = {
+    "other branches": lambda p: setattr(p.model, "taken", p.random.choices(range(4), k=p.random.randrange(3))),
+    "added": lambda p: p.model.branches.append(p.trained(p.model.branch())),
+    "resized": lambda p: p.model.branches.__setitem__(p.any_branch(), p.trained(p.model.branch(8))),
+    "removed": lambda p: p.model.branches.__delitem__(p.any_branch()) if len(p.model.branches) > 1 else None,
+    "frozen or thawed": Program.freeze_or_thaw,
+    "cast": Program.cast,
+    "parameter spoilt": lambda p: p.random.choice(list(p.model.parameters())).detach().view(-1)[0].fill_(math.nan),
+    "optimizer reset": lambda p: p.optimizer.state.clear(),
+    "raised": Program.fail,
+    "state saved": Program.save,
+    "state loaded": Program.load,
+    "monitor replaced": Program.replace_monitor,
+    "diagnosed": lambda p: str(p.monitor.diagnose()),
+    **dict.fromkeys(("batch", "label", "loss", "gradient", "spike"), lambda p: None),
+}
 
 
 def finite_norm(tensor: Tensor) -> float:

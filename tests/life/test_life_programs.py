@@ -9,6 +9,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any, cast
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.devices import parameter_with
+from helpers.training import fill
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization, remove_parametrizations
@@ -31,8 +33,7 @@ def test_a_module_with_its_own_parameter_list_is_asked_each_time() -> None:
             return ((n, p) for n, p in super().named_parameters(*arguments, **named) if p.requires_grad)
 
     model = Trainable(nn.Linear(2, 2), nn.Linear(2, 2))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    fill(model)
     model[0].requires_grad_(False)
     assert gradstat.check(model).names == ("1.weight", "1.bias")
     model[0].requires_grad_(True)
@@ -44,9 +45,7 @@ ENTRIES: dict[str, Callable[[Tensor], object]] = {
     "check_tensors": lambda t: gradstat.check_tensors({"w": t}),
     "stats": lambda t: gradstat.stats([t]),
     "clip_grad_norm_": lambda t: gradstat.clip_grad_norm_([parameter_with(t)], 1.0),
-    "clip_grad_norm_ that raises": lambda t: gradstat.clip_grad_norm_(
-        [parameter_with(t)], 1.0, error_if_nonfinite=True
-    ),
+    "clip_grad_norm_ that raises": lambda t: gradstat.clip_grad_norm_([parameter_with(t)], 1, error_if_nonfinite=True),
     "clip_grads_with_norm_": lambda t: gradstat.clip_grads_with_norm_([parameter_with(t)], 1.0, 5.0),
     "get_total_norm": lambda t: gradstat.get_total_norm([t]),
     "guarded_step": lambda t: gradstat.guarded_step(torch.optim.SGD([parameter_with(t)], lr=0.1), max_norm=1.0),
@@ -141,8 +140,7 @@ def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
     clips = [gradstat.AutoClip(), gradstat.ZClip(), gradstat.AdaGC(), gradstat.AGC()]
 
     def backward() -> list[nn.Parameter]:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+        fill(model)
         return list(model.parameters())
 
     with torch.device("meta"):
@@ -475,56 +473,50 @@ def together(works: list[Callable[[], None]]) -> None:
         pool.map_async(run, works, chunksize=1).get(SECONDS)
 
 
-def trained_by_itself(number: int, width: int, device: str = "cpu") -> Callable[[], None]:
-    """A thread's function: trains its own model, with known numbers, using all kinds of calls."""
-
-    def work() -> None:
-        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1)).to(device)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        value = float(number)
-        monitor = gradstat.Monitor(model, on_anomaly="record")
-        for step in range(30):
-            if step % 10 == 9:
-                model[0] = nn.Linear(width, width).to(device)  # the others must not notice
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, value)
-            report = gradstat.check(model)
-            pending = gradstat.check_async(model)
-            monitor.step(1.0)
-            norm = value * count**0.5
-            assert report.total_norm == pytest.approx(norm, rel=1e-6)
-            assert [(stats.min, stats.max) for stats in report] == [(value, value)] * 4
-            assert gradstat.clip_grad_norm_(model.parameters(), norm / 2).item() == pytest.approx(norm, rel=1e-5)
-            assert gradstat.check(model).total_norm == pytest.approx(norm / 2, rel=1e-4)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            assert gradstat.guarded_step(optimizer, max_norm=1.0).total_norm.item() == pytest.approx(norm / 2, rel=1e-4)
-            assert pending.result().total_norm == report.total_norm
-        monitor.detach()
-        assert monitor.recording().scalars["norm"].tolist() == pytest.approx([value * count**0.5] * 30, rel=1e-6)
-
-    return work
+def train_alone(number: int, width: int, device: str) -> None:
+    """Trains a model in a thread of its own, with known numbers, using all kinds of calls."""
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1)).to(device)
+    value, count = float(number), sum(parameter.numel() for parameter in model.parameters())
+    norm = value * count**0.5
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+    for step in range(30):
+        if step % 10 == 9:
+            model[0] = nn.Linear(width, width).to(device)  # the others must not notice
+        fill(model, value)
+        report = gradstat.check(model)
+        pending = gradstat.check_async(model)
+        monitor.step(1.0)
+        assert report.total_norm == pytest.approx(norm, rel=1e-6)
+        assert [(stats.min, stats.max) for stats in report] == [(value, value)] * 4
+        assert gradstat.clip_grad_norm_(model.parameters(), norm / 2).item() == pytest.approx(norm, rel=1e-5)
+        assert gradstat.check(model).total_norm == pytest.approx(norm / 2, rel=1e-4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        assert gradstat.guarded_step(optimizer, max_norm=1.0).total_norm.item() == pytest.approx(norm / 2, rel=1e-4)
+        assert pending.result().total_norm == report.total_norm
+    monitor.detach()
+    assert monitor.recording().scalars["norm"].tolist() == pytest.approx([norm] * 30, rel=1e-6)
 
 
-def test_threads_train_models_of_their_own() -> None:
-    # From small models to those whose kernels use several threads.
-    together([trained_by_itself(number, width) for number, width in enumerate((4, 4, 30, 600), 1)])
+def test_threads_train_models_of_their_own(device: str) -> None:
+    """From small models to those whose kernels use several threads; on a GPU, on streams of their own."""
+
+    def work(number: int, width: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+            train_alone(number, width, device)
+
+    together([partial(work, number, width) for number, width in enumerate((4, 4, 30, 600), 1)])
 
 
 def test_threads_ask_about_one_model_while_it_changes() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     stop = threading.Event()
 
-    def with_gradients(parameter: nn.Parameter) -> nn.Parameter:
-        parameter.grad = torch.full_like(parameter, 3.0)
-        return parameter
-
-    for parameter in model.parameters():
-        with_gradients(parameter)
+    fill(model, 3.0)
 
     def change() -> None:
         try:
             for _ in range(200):
-                model[3].register_parameter("extra", with_gradients(nn.Parameter(torch.zeros(5))))
+                model[3].register_parameter("extra", parameter_with(torch.full((5,), 3.0)))
                 del model[3].extra
         finally:
             stop.set()
@@ -542,12 +534,3 @@ def test_threads_ask_about_one_model_while_it_changes() -> None:
 
     together([change, ask, ask, ask])
     assert len(gradstat.check(model)) == 16
-
-
-@pytest.mark.cuda
-def test_threads_on_streams_of_their_own() -> None:
-    def on_a_stream(number: int, width: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            trained_by_itself(number, width, "cuda")()
-
-    together([partial(on_a_stream, number, width) for number, width in enumerate((4, 4, 30, 600), 1)])

@@ -19,18 +19,17 @@ import pytest
 import torch
 from abi3info import DATAS, FUNCTIONS
 from abi3info.models import PyVersion, Symbol
+from helpers.processes import ROOT, python
 
 import gradstat
 from gradstat import _torch_version
 
-ROOT = Path(__file__).resolve().parents[2]
 FIRST_USE = ROOT / "tools" / "first_use.py"
 
 
-def run(*command: str, cwd: Path, **environment: str) -> str:
-    result = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+def run(*command: str, cwd: Path = ROOT, **environment: str) -> str:
+    env = {**os.environ, **environment}
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -46,17 +45,17 @@ class Demands:
 
 
 def demands_of(path: Path) -> Demands:
-    dynamic = run("readelf", "--dynamic", "--wide", str(path), cwd=ROOT)
+    dynamic = run("readelf", "--dynamic", "--wide", str(path))
     libraries = frozenset(line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line)
     symbols, exported = {}, set()
-    for line in run("nm", "--dynamic", str(path), cwd=ROOT).splitlines():
+    for line in run("nm", "--dynamic", str(path)).splitlines():
         kind, name = line.split()[-2:]
         if kind == "U":
             name, _, version = name.partition("@")
             symbols[name] = version.lstrip("@")
         elif kind in "TDBR" and name not in ("__bss_start", "_edata", "_end"):
             exported.add(name)
-    strings = run("strings", "--all", str(path), cwd=ROOT).splitlines()
+    strings = run("strings", "--all", str(path)).splitlines()
     return Demands(libraries, symbols, frozenset(exported), frozenset(s for s in strings if s.startswith("/")))
 
 
@@ -66,7 +65,7 @@ def sources() -> list[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: there is no list of the sources")
     # Including new ones that are not committed yet.
-    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
+    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return [name for name in names if name and (ROOT / name).exists()]
 
 
@@ -89,12 +88,6 @@ def pure(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[s
     folder = tmp_path_factory.mktemp("another folder")
     (folder / "git").symlink_to(shutil.which("git"))
     return built(folder, PATH=str(folder), CXX="", TMPDIR=str(folder), TZ="Asia/Tokyo", LC_ALL="C")
-
-
-@pytest.fixture(scope="module")
-def demands(distribution: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Demands:
-    with zipfile.ZipFile(distribution[".whl"]) as archive:
-        return demands_of(Path(archive.extract("gradstat/_C.abi3.so", tmp_path_factory.mktemp("library"))))
 
 
 @pytest.fixture(scope="module", params=["_C", "_C_cuda"])
@@ -159,7 +152,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(sources: list[str], distri
     assert f"torch>={'.'.join(map(str, _torch_version.LEAST))}" in metadata.get_all("Requires-Dist", [])
 
 
-def test_a_package_index_gets_links_that_lead_to_the_repository() -> None:
+def test_links_lead_to_the_repository_and_the_citation_names_this_version() -> None:
     code = (
         "from setuptools import Distribution; import distutils.core; "
         "made = distutils.core.run_setup('setup.py', stop_after='config').metadata; "
@@ -167,28 +160,16 @@ def test_a_package_index_gets_links_that_lead_to_the_repository() -> None:
     )
     run_setup = [sys.executable, "-W", "ignore", "-c", code]
     elsewhere = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "owner/name", "GRADSTAT_COMPILE": "0"}
-    urls, _, text = run(*run_setup, cwd=ROOT, **elsewhere).partition("\n")
+    urls, _, text = run(*run_setup, **elsewhere).partition("\n")
     assert "'Repository': 'https://host/owner/name'" in urls
     assert re.findall(r"!\[[^]]*\]\((.*?)\)", text)[0] == "https://host/owner/name/raw/main/docs/view.png"
     links = re.findall(r"\]\((.*?)\)", text)
     assert len(links) > 10
     assert all(link.startswith("https://") for link in links)
-    urls, _, text = run(*run_setup, cwd=ROOT, **{**elsewhere, "GITHUB_REPOSITORY": ""}).partition("\n")
+    urls, _, text = run(*run_setup, **{**elsewhere, "GITHUB_REPOSITORY": ""}).partition("\n")
     assert urls == "{}"
     assert text.strip() == (ROOT / "README.md").read_text().strip()
-
-
-def test_a_citation_names_this_version() -> None:
-    (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert version == gradstat.__version__
-
-
-def test_the_platform_tag_promises_no_older_system_than_the_library_needs(
-    distribution: dict[str, Path], demands: Demands
-) -> None:
-    promised = re.findall(r"manylinux_(\d+)_(\d+)_", distribution[".whl"].name)
-    needed = [re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", version) for version in set(demands.symbols.values())]
-    assert max((int(m[1]), int(m[2])) for m in needed if m) <= tuple(map(int, promised[0]))
+    assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE) == [gradstat.__version__]
 
 
 def test_a_second_build_elsewhere_is_the_same_to_the_byte(distribution: dict[str, Path], pure: dict[str, Path]) -> None:
@@ -207,9 +188,16 @@ def test_a_second_build_elsewhere_is_the_same_to_the_byte(distribution: dict[str
     assert not re.search("__(DATE|TIME|TIMESTAMP)__", code)
 
 
-def test_the_library_tells_nothing_about_the_machine_that_built_it(demands: Demands) -> None:
+def test_the_library_names_nothing_of_its_builder_and_needs_no_newer_system_than_its_tag(
+    distribution: dict[str, Path], tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(distribution[".whl"]) as archive:
+        demands = demands_of(Path(archive.extract("gradstat/_C.abi3.so", tmp_path)))
     homes = (str(ROOT), sys.prefix, str(Path(torch.__file__).parent), tempfile.gettempdir())
     assert [path for path in demands.paths if path.startswith(homes)] == []
+    promised = re.findall(r"manylinux_(\d+)_(\d+)_", distribution[".whl"].name)
+    needed = [re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", version) for version in set(demands.symbols.values())]
+    assert max((int(m[1]), int(m[2])) for m in needed if m) <= tuple(map(int, promised[0]))
 
 
 def test_the_library_loads_with_every_python_that_the_tag_promises(library: tuple[str, Demands]) -> None:
@@ -243,9 +231,7 @@ def test_the_library_takes_from_torch_only_its_stable_interface(library: tuple[s
     assert demands.libraries <= system | {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
 
 
-def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(
-    distribution: dict[str, Path], tmp_path: Path
-) -> None:
+def test_first_use_needs_neither_compiler_nor_triton(distribution: dict[str, Path], tmp_path: Path) -> None:
     found, info = first_use(distribution[".whl"], tmp_path, hidden="triton")
     assert found["cpu"] == "native"
     assert "cpu     native     chosen" in info
@@ -255,9 +241,8 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(pure: dict[str,
     assert pure[".whl"].name.endswith("-py3-none-any.whl")
     found, info = first_use(pure[".whl"], tmp_path, warnings="ignore:gradstat uses its slow reference")
     assert found["cpu"] == "reference"
-    assert "no C++ compiler was found at installation, no Python headers, or GRADSTAT_COMPILE=0 was set" in " ".join(
-        info.split()
-    )
+    why = "no C++ compiler was found at installation, no Python headers, or GRADSTAT_COMPILE=0 was set"
+    assert why in " ".join(info.split())
 
 
 def test_a_torch_that_is_too_old_is_named_with_the_remedy() -> None:
@@ -271,10 +256,9 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy() -> None:
 def test_a_setuptools_that_is_too_old_is_named_with_the_remedy() -> None:
     """Its own message is about the license in pyproject.toml."""
     code = "import runpy, setuptools; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    least = re.findall(r'"setuptools>=(\d+)"', (ROOT / "pyproject.toml").read_text())
+    result = python("-c", code, cwd=ROOT)
+    least = re.findall(r'"setuptools>=(\d+)"', (ROOT / "pyproject.toml").read_text())[0]
+    told = f"gradstat needs setuptools >= {least} to be built, found 65.5.0. "
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith(
-        f"gradstat needs setuptools >= {least[0]} to be built, found 65.5.0. "
-    )
-    assert f'pip install -U "setuptools>={least[0]}"' in result.stderr
+    assert result.stderr.splitlines()[-1].startswith(told)
+    assert f'pip install -U "setuptools>={least}"' in result.stderr
