@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from gradstat._core.text import expect, printable
 from gradstat.recording.findings import SEVERITIES, Finding, Severity
 from gradstat.rules.rows import Bools, Floats, Rows, Window
 
+_T = TypeVar("_T")
+
 Band = tuple[float, float]
 """A closed interval of a scalar; a step outside of it is reviewed at once."""
 
@@ -24,11 +26,15 @@ Band = tuple[float, float]
 WRONG_SIGN = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
 # Causes of a level that changes and stays, for the rules on losses and norms.
 CHANGED = ("a change of data or labels, of loss weights or of the model's mode (train or eval) at this step",)
-# Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
-NEVER_INITIALISED: dict[str, Any] = {
-    "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
-    "advice": ("initialise it, or load a checkpoint that contains it", "check which other modules were left out"),
-}
+
+
+class _Carried(NamedTuple):
+    initial: Any
+
+
+def carried(initial: _T) -> _T:
+    """Declares, in the class of a rule, what each instance keeps from step to step: a copy of ``initial`` at first."""
+    return cast("_T", _Carried(initial))
 
 
 class Rule:
@@ -53,7 +59,11 @@ class Rule:
     explained_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self._episodes = Episodes(self.quiet)
+        self._episodes: dict[str, int] = {}  # the last step of each problem, by name
+        for name in dir(type(self)):
+            declared = getattr(type(self), name)
+            if isinstance(declared, _Carried):
+                setattr(self, name, copy.deepcopy(declared.initial))
 
     def review(self, window: Window) -> Iterable[Finding]:
         """Finds problems in the steps of ``window``.
@@ -72,6 +82,12 @@ class Rule:
     def bands(self) -> Mapping[str, Band]:
         """By scalar, the interval in which a step needs no immediate review."""
         return {}
+
+    def begins(self, problem: str, step: int) -> bool:
+        """Notes a ``problem``, by a name, in ``step``; returns whether it is new, or was not met for `quiet` steps."""
+        last = self._episodes.get(problem)
+        self._episodes[problem] = int(step)
+        return last is None or step - last > self.quiet
 
     def found(
         self,
@@ -117,6 +133,7 @@ class Rule:
             ValueError: A value is not of the kind that the rule keeps there; nothing is loaded.
         """
         require(state, MAPPING, self.name)
+        require(state.get("_episodes", {}), {str: WHOLE}, f"{self.name}._episodes")
         is_own = type(self).__module__.startswith("gradstat.")  # what users keep may change its type
         held = {key: value for key, value in vars(self).items() if key.startswith("_") and key in state}
         loaded = {key: _loaded(value, state[key], f"{self.name}.{key}", is_own) for key, value in held.items()}
@@ -145,9 +162,6 @@ def _loaded(held: Any, value: Any, place: str, is_own: bool) -> Any:
     if isinstance(held, PerName):
         require(value, {str: WHOLE if isinstance(held.initial, int) else NUMBER}, place)
         return PerName(held.initial, value)
-    if isinstance(held, Episodes):
-        require(value, {str: WHOLE}, place)
-        return Episodes(held.quiet, value)
     if isinstance(held, Records):
         require(value, [[FINITE]], place)
         require([*map(len, value)], [exactly(held.width)], f"{place}, lengths")
@@ -176,20 +190,6 @@ class PerName:
 
     def saved(self) -> dict[str, float]:
         return dict(zip(self._names, self._values.tolist(), strict=True))
-
-
-class Episodes(dict[str, int]):
-    """The last step of each problem, by name; after ``quiet`` steps without it, a new episode begins."""
-
-    def __init__(self, quiet: int = 100, saved: Mapping[str, int] = MappingProxyType({})) -> None:
-        super().__init__(saved)
-        self.quiet = quiet
-
-    def record(self, name: str, step: int) -> bool:
-        """Records the problem ``name`` in ``step``; returns whether that begins a new episode."""
-        last = self.get(name)
-        self[name] = int(step)
-        return last is None or step - last > self.quiet
 
 
 class Records(list[list[float]]):
@@ -263,14 +263,28 @@ def run_lengths(condition: Bools, lengths: Floats) -> Floats:
     return every
 
 
-class LastingRule(Rule):
+class RowsRule(Rule):
+    """Base of rules that look at tensors of some ``kinds``."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in self.kinds:
+            rows = window.rows(kind)
+            if rows is not None:
+                yield from self.judge(window, rows, kind)
+
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        """Finds problems in the ``rows`` of a kind."""
+        raise NotImplementedError
+
+
+class LastingRule(RowsRule):
     """Base of rules about a condition that holds for several measurements of a tensor in a row."""
 
     quiet = 1000
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lasts_for, self._since, self._times = PerName(0.0), PerName(0), PerName(0.0)
+    _lasts_for, _since, _times = carried(PerName(0.0)), carried(PerName(0)), carried(PerName(0.0))
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         """Whether the condition has begun more than once for one of the tensors ``names``."""
@@ -296,7 +310,7 @@ class LastingRule(Rule):
             since[lengths == 1] = step
             times += lengths == 1
             due = np.flatnonzero(lengths == needed[row]).tolist()
-            fresh = [i for i in due if self._episodes.record(names[i], step)]
+            fresh = [i for i in due if self.begins(names[i], step)]
             if fresh:
                 yield row, fresh, lengths, since
 

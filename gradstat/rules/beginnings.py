@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Rule, median, sizes_of_weights
+from gradstat.rules.base import Rule, carried, median, sizes_of_weights
 from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
 from gradstat.rules.rows import Floats, Window
 
@@ -24,7 +24,7 @@ class HeavyDropout(Rule):
         for seen in window.observed("dropped"):
             if seen.value and not self._episodes:
                 name, step = seen.value[0] or "model", 0 if seen.step <= SOON else seen.step
-                self._episodes.record(name, step)
+                self.begins(name, step)
                 text = f"the dropout of {seen.value[0] or 'the model'} leaves less than a tenth"
                 text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
                 yield self.found(step, name, text, "module", modules=seen.value[:20])
@@ -76,9 +76,7 @@ class TinyWeights(LearningRule):
     # Of the median size; that of the healthy programs of the tests is 0.05 or more.
     _SMALL = 0.02
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._size, self._weight = math.nan, ""  # the median, and the first one
+    _size, _weight = carried(math.nan), carried("")  # the median, and the first one
 
     def judge(self, window: Window) -> Iterable[Finding]:
         first = _first_sizes(window) if math.isnan(self._size) else None
@@ -100,10 +98,8 @@ class TinyWeights(LearningRule):
 class _FirstLosses(LearningRule):
     """Base of rules on the first losses of a classifier, which may be sums over samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Of the first outputs: the share of certain predictions, and the number of labels.
-        self._certain, self._labels = math.nan, 1
+    # Of the first outputs: the share of certain predictions, and the number of labels.
+    _certain, _labels = carried(math.nan), carried(1)
 
     def judge(self, window: Window) -> Iterable[Finding]:
         looks = window.observed("outputs")
@@ -142,9 +138,7 @@ class FarBeginning(_FirstLosses):
     # scale of their own.
     _ODD = 10.0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._size, self._weight = math.nan, ""
+    _size, _weight = carried(math.nan), carried("")
 
     def judge(self, window: Window) -> Iterable[Finding]:
         first, parameters = _first_sizes(window) if math.isnan(self._size) else None, window.rows("parameter")

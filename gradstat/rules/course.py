@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Rule, median
+from gradstat.rules.base import Rule, carried, median
 from gradstat.rules.rows import Window
 
 # Thresholds of the rules on learning are conventions of gradstat, where nothing else is said.
@@ -44,14 +44,12 @@ class LearningRule(Rule):
 
     quiet = sys.maxsize
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_over = False  # whether nothing is left to judge
-        self._count = self._classes = 0  # of finite losses; of the softmax that the loss ends with, 0 if there is none
-        self._first: list[float] = []
-        self._recent: list[float] = []
-        self._until = -1  # the last step of which `_follow` has taken the loss
-        self._rate, self._is_warm_up = math.nan, False  # whether it has risen in the last `SOON` steps
+    _is_over = carried(False)  # whether nothing is left to judge
+    _count = carried(0)  # of finite losses
+    _classes = carried(0)  # of the softmax that the loss ends with, 0 if there is none
+    _first, _recent = carried(list[float]()), carried(list[float]())
+    _until = carried(-1)  # the last step of which `_follow` has taken the loss
+    _rate, _is_warm_up = carried(math.nan), carried(False)  # whether it has risen in the last `SOON` steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         return () if self._is_over or not window.losses.steps else self.judge(window)
@@ -63,7 +61,7 @@ class LearningRule(Rule):
     def _told(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
         """A finding as `found` makes it, unless the rule has told one before; it is over then."""
         self._is_over = True
-        return [self.found(step, name, text, about, **more)] if self._episodes.record(self.name, step) else []
+        return [self.found(step, name, text, about, **more)] if self.begins(self.name, step) else []
 
     def _follow(self, window: Window, until: float = math.inf) -> Iterator[int]:
         """Takes the losses that are left up to the step ``until``; yields the row of each `SOON`-th of all."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import LastingRule, Rule, median
-from gradstat.rules.rows import Floats, Rows, RunSettings, Window
+from gradstat.rules.base import LastingRule, Rule, carried, median
+from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
 _OFFSET = 5.0  # the smallest magnitude of values of one sign over the largest one before
@@ -38,14 +38,12 @@ class BatchRange(Rule):
     causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._unscaled = 0.0  # the deviation of such an input
-        self._losses: list[float] = []  # the first ones, if there is one
-        self._largest: dict[str, float] = {}
-        self._least_spread: dict[str, float] = {}
-        self._seen: dict[str, int] = {}
-        self._low_for: dict[str, int] = {}
+    _unscaled = carried(0.0)  # the deviation of such an input
+    _losses = carried(list[float]())  # the first ones, if there is one
+    _largest = carried(dict[str, float]())
+    _least_spread = carried(dict[str, float]())
+    _seen = carried(dict[str, int]())
+    _low_for = carried(dict[str, int]())
 
     def review(self, window: Window) -> Iterable[Finding]:
         yield from self._begins_badly(window)
@@ -86,7 +84,7 @@ class BatchRange(Rule):
             return
         most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
         is_far = value > _FACTOR * most or max(low, -high) > _OFFSET * most
-        if is_far and seen >= _KNOWN and most > 0 and self._episodes.record(name, step):
+        if is_far and seen >= _KNOWN and most > 0 and self.begins(name, step):
             text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
             yield self.found(step, name, text, about=kind, largest=value, before=most)
         else:
@@ -94,7 +92,7 @@ class BatchRange(Rule):
         least = self._least_spread.get(name, np.inf)
         if seen >= _KNOWN and spread * _FACTOR < least:
             self._low_for[name] = self._low_for.get(name, 0) + 1
-            if self._low_for[name] == _LOW_FOR and self._episodes.record(f"low {name}", step):
+            if self._low_for[name] == _LOW_FOR and self.begins(f"low {name}", step):
                 now = f"is {low:.3g} everywhere" if low == high else f"has a standard deviation of {spread:.3g}"
                 text = f"{name} {now} for {_LOW_FOR} steps; before, its deviation was at least {least:.3g}"
                 evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
@@ -121,13 +119,11 @@ class ConstantFeature(LastingRule):
     """
 
     name = "constant-feature"
+    kinds = ("constant",)
     causes = ("columns that were filled with a default, or lost in preprocessing", "one sample repeated many times")
     advice = ("look at these features in the data loader's output", "leave constant columns out")
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("constant")
-        if rows is None:
-            return
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         is_constant = rows.mean > _SHARE
         for row, i in zip(*is_constant.nonzero(), strict=True):
             is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
@@ -164,30 +160,27 @@ class LabelRange(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("label"):
             name, low, high, classes = (seen.value[key] for key in ("name", "low", "high", "classes"))
-            if self._episodes.record(name, seen.step):
+            if self.begins(name, seen.step):
                 text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
                 yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
 
 
 class _RankRule(Rule):
-    """Base of rules about a comparison of ranks; ``observed`` is the kind of its observations."""
+    """Base of rules about a comparison of ranks."""
 
     severity = "error"
     quiet = 1000
-    observed = ""
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed(self.observed):
-            if not seen.value.ok and self._episodes.record("", seen.step):
-                yield self._finding(seen.step, seen.value, window.run)
-
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        raise NotImplementedError
+    def _failed(self, window: Window, kind: str) -> Iterator[tuple[int, Any]]:
+        """The steps in which a comparison of a ``kind`` failed anew, and the reports."""
+        for seen in window.observed(kind):
+            if not seen.value.ok and self.begins("", seen.step):
+                yield seen.step, seen.value
 
 
-# The share of steps that brought a change before, weighted over the last 32 or so. If changes come by chance, the
-# chance of 20 steps without one is then 0.4 ** 20.
-_CHANGING = 0.6
+# Steps in a row; and the share of steps that brought a change before, weighted over the last 32 or so. If changes come
+# by chance, the chance of 20 steps without one is then 0.4 ** 20.
+_IN_A_ROW, _CHANGING = 20, 0.6
 
 
 class RepeatedBatch(_RankRule):
@@ -197,31 +190,24 @@ class RepeatedBatch(_RankRule):
     batches are the same if equally many rows of gradients are zero: an embedding has such rows for tokens that are not
     in the batch. The smallest number so far does not count, as a batch may contain all tokens. A training that begins
     with repeated batches is not reported, since all its data may be in one batch.
-
-    Args:
-        in_a_row: Number of steps.
     """
 
     name = "repeated-batch"
-    observed = "batches"
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
 
-    def __init__(self, in_a_row: int = 20) -> None:
-        super().__init__()
-        self.in_a_row = in_a_row
-        # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
-        self._last: dict[str, float] = {}
-        self._least: dict[str, float] = {}
-        self._share: dict[str, float] = {}
-        self._same_for: dict[str, float] = {}
+    # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
+    _last, _least = carried(dict[str, float]()), carried(dict[str, float]())
+    _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]())
 
     def review(self, window: Window) -> Iterable[Finding]:
-        yield from super().review(window)
+        for step, report in self._failed(window, "batches"):
+            repeated = [list(ranks) for ranks in report.repeated]
+            yield self.found(step, "batch", str(report), about="batch", ranks=repeated)
         measured = [kind for kind in INPUT_KINDS if window.rows(kind) is not None]
         for kind in measured or ["gradient"]:
             rows = window.rows(kind)
-            if rows is not None and self._repeats(rows, kind) and self._episodes.record("repeats", rows.steps[-1]):
+            if rows is not None and self._repeats(rows, kind) and self.begins("repeats", rows.steps[-1]):
                 steps, name = int(self._same_for[kind]), rows.names[0]
                 text = f"{name} has been exactly the same for {steps} steps, and changed before"
                 if kind == "gradient":
@@ -245,15 +231,11 @@ class RepeatedBatch(_RankRule):
             share = kept * share + is_other / 32
         last, least = sums[-1], min(least, *sums)
         self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
-        is_same = same_for >= self.in_a_row and share > _CHANGING * kept**same_for
+        is_same = same_for >= _IN_A_ROW and share > _CHANGING * kept**same_for
         # Inputs of a single value are no batch; `BatchRange` tells about them.
         return is_same and (
             last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())
         )
-
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        repeated = [list(ranks) for ranks in report.repeated]
-        return self.found(step, "batch", str(report), about="batch", ranks=repeated)
 
 
 def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
@@ -283,7 +265,6 @@ class ReplicaMismatch(_RankRule):
     """Replicas whose parameters differ; needs ``watch={"replicas": n}``."""
 
     name = "replica-mismatch"
-    observed = "replicas"
     causes = (
         "a rank that skipped or took a step alone, by a decision on the host that the other ranks did not make",
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
@@ -294,23 +275,25 @@ class ReplicaMismatch(_RankRule):
         "decide on skips with all-reduced values",
     )
 
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
+    def review(self, window: Window) -> Iterable[Finding]:
+        for step, report in self._failed(window, "replicas"):
+            yield self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
 
 
 class NonfiniteRank(_RankRule):
     """The rank that brought NaN or Inf into reduced gradients; needs ``watch={"origin": 1}``."""
 
     name = "nonfinite-rank"
-    observed = "origin"
     quiet = 1
     causes = ("a damaged batch or faulty memory on that rank: gradients of others were finite before the reduction",)
     advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
 
-    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
-        names = list(report.nonfinite)  # without the prefix of DDP
+    def review(self, window: Window) -> Iterable[Finding]:
+        run = window.run
         as_watched = {name.removeprefix("module."): name for name in run.backward_order}
-        name = run.first_in_backward([as_watched.get(name, name) for name in names])
-        severity: Severity = "info" if run.is_scaled else self.severity  # occasional overflows are normal
-        ranks = sorted({report.rank_of(name) for name in names})
-        return self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)
+        for step, report in self._failed(window, "origin"):
+            names = list(report.nonfinite)  # without the prefix of DDP
+            name = run.first_in_backward([as_watched.get(name, name) for name in names])
+            severity: Severity = "info" if run.is_scaled else self.severity  # occasional overflows are normal
+            ranks = sorted({report.rank_of(name) for name in names})
+            yield self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)

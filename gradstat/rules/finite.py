@@ -13,7 +13,7 @@ from gradstat._core.text import nan_and_inf
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS, STATE, kind_of
 from gradstat.rules.advice import FIRST_MODULE, SKIP, Remedy, replay
-from gradstat.rules.base import PerName, Rule, series
+from gradstat.rules.base import PerName, Rule, carried, series
 from gradstat.rules.rows import Rows, Window
 
 
@@ -62,9 +62,7 @@ class NonfiniteBatch(Rule):
     advice = ("find the sample: the index of the first is in the evidence", "filter such samples in the data loader")
     advice_without_index = ("find the micro-batch with gradstat.MicroBatches", advice[1])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._handled: dict[str, int] = {}  # inputs that were not finite in healthy steps, and when first
+    _handled = carried(dict[str, int]())  # inputs that were not finite in healthy steps, and when first
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in INPUT_KINDS:
@@ -79,7 +77,7 @@ class NonfiniteBatch(Rule):
                         text += "; loss and gradients are finite, so the program handles it"
                         if not counted["nan_count"]:
                             continue
-                    if self._episodes.record(name, step):
+                    if self.begins(name, step):
                         severity: Severity = "info" if is_harmless else self.severity
                         advice = self.advice if "first" in counted else self.advice_without_index
                         yield self.found(step, name, text, kind, severity, advice=advice, **counted)
@@ -128,7 +126,7 @@ class NonfiniteGradient(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for rows, row, step, nonfinite in _nonfinite_rows(window, "gradient"):
-            if not self._episodes.record("", step):
+            if not self.begins("", step):
                 continue
             name = window.run.first_in_backward(nonfinite)
             counted = _counts(rows, row, name)
@@ -199,14 +197,12 @@ class NonfiniteLoss(Rule):
         SKIP,
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._run = 0  # steps in a row
+    _run = carried(0)  # steps in a row
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, value in series(window, "loss_nonfinite"):
             self._run = self._run + 1 if value > 0 else 0
-            if value > 0 and self._episodes.record("", step):
+            if value > 0 and self.begins("", step):
                 kind = "NaN" if value == 1 else "infinite"
                 yield self.found(step, "loss", f"the loss is {kind}", value=kind, causes=self._causes(window, step))
             if self._run == _LOST:
@@ -248,10 +244,8 @@ class _NonfiniteTensor(Rule):
     is_updated: bool = False  # by the optimizer
     _is_nonfinite: Any = None  # as for `_nonfinite_rows`
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._finite_at: dict[str, int] = {}  # by kind, when its tensors were last measured and finite
-        self._last_bad = -1  # the last step that was taken with gradients that were not finite
+    _finite_at = carried(dict[str, int]())  # by kind, when its tensors were last measured and finite
+    _last_bad = carried(-1)  # the last step that was taken with gradients that were not finite
 
     def review(self, window: Window) -> Iterable[Finding]:
         is_state = self.kind == STATE.name
@@ -263,7 +257,7 @@ class _NonfiniteTensor(Rule):
             finite = [self._finite_at.get(kind, -1), *every.steps[~every.nonfinite.any(1)].tolist()]
             self._finite_at[kind] = finite[-1]
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._is_nonfinite):
-                if not self._episodes.record(kind, step):
+                if not self.begins(kind, step):
                     continue
                 name = nonfinite[0]
                 counted = _counts(rows, row, name)
@@ -331,9 +325,7 @@ class NonfiniteBuffer(_NonfiniteTensor):
         "reset the running statistics (module.reset_running_stats()) and run some batches, or load a checkpoint",
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._inf_at_first, self._numel = PerName(0.0), PerName(-1.0)
+    _inf_at_first, _numel = carried(PerName(0.0)), carried(PerName(-1.0))
 
     def _is_nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
         at_first, last_numel = self._inf_at_first.values_for(rows.names), self._numel.values_for(rows.names)

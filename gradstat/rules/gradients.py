@@ -11,10 +11,15 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import NEVER_INITIALISED, Band, LastingRule, series
+from gradstat.rules.base import Band, LastingRule, carried, series
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
 from gradstat.rules.spikes import WINDOW, LevelRule, Shift, SpikeRule
 
+# Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
+NEVER_INITIALISED: dict[str, Any] = {
+    "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
+    "advice": ("initialise it, or load a checkpoint that contains it", "check which other modules were left out"),
+}
 # The factor over the median from which on gradients that stay large count: if no loss is known, and if one is, which
 # tells whether they do harm.
 _COUNTS, _COUNTS_BESIDE_A_LOSS = 1.0, 100.0
@@ -114,12 +119,10 @@ class VanishingGradient(LevelRule):
         "check what the loss is multiplied by",
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._low = self._decaying = 0
-        self._present, self._rate = 0, math.nan  # gradients in the last step, and its learning rate
-        self._changes: list[int] = []  # the last steps in which either changed
-        self._began = self._lowest = math.nan  # the first loss, and the lowest
+    _low, _decaying = carried(0), carried(0)
+    _present, _rate = carried(0), carried(math.nan)  # gradients in the last step, and its learning rate
+    _changes = carried(list[int]())  # the last steps in which either changed
+    _began, _lowest = carried(math.nan), carried(math.nan)  # the first loss, and the lowest
 
     def review(self, window: Window) -> Iterable[Finding]:
         # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
@@ -128,7 +131,7 @@ class VanishingGradient(LevelRule):
             self._began = loss if math.isnan(self._began) else self._began
             self._lowest = loss if not loss >= self._lowest else self._lowest
             self._low = self._low + 1 if 0 < norm < VANISHING else 0
-            if self._low >= _IN_A_ROW and self._episodes.record("norm", step):
+            if self._low >= _IN_A_ROW and self.begins("norm", step):
                 text = f"the gradient norm is {norm:.3g}; it has been below {VANISHING:g} for {_IN_A_ROW} steps"
                 fallen = self._began - self._lowest
                 has_converged = loss <= self._lowest + _IS_LOWEST * fallen and fallen > _HAS_FALLEN * abs(self._began)
@@ -137,7 +140,7 @@ class VanishingGradient(LevelRule):
                 began = step - _IN_A_ROW + 1
                 yield self.found(began, "norm", text, severity=severity, norm=norm, limit=VANISHING)
         for shift in self._falls(window):
-            if self._episodes.record("level", shift.step):
+            if self.begins("level", shift.step):
                 before, after = math.exp(shift.before), math.exp(shift.after)
                 text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
                 severity = "info" if window.run.has_rival else None
@@ -181,7 +184,7 @@ class VanishingGradient(LevelRule):
         correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
         self._decaying = self._decaying + len(rows) if correlation >= _CORRELATION else 0
         step = int(rows.steps[-1])
-        if self._decaying >= _IN_A_ROW and self._episodes.record("layers", step):
+        if self._decaying >= _IN_A_ROW and self.begins("layers", step):
             name = rows.names[weights[int(depth[smallest])]]
             other = rows.names[weights[int(depth[largest])]]
             ratio = math.exp(logs[smallest] - logs[largest])
@@ -214,14 +217,10 @@ _CALLED_TOO_EARLY_OR_LATE = {
 
 
 class _AbsentGradientRule(LastingRule):
-    """Base of rules about gradients that are zero or missing for ``in_a_row`` steps.
+    """Base of rules about gradients that are zero or missing for many steps in a row.
 
     An info if gradients come and go, as for experts chosen by a router.
     """
-
-    def __init__(self, in_a_row: int = 20) -> None:
-        super().__init__()
-        self.in_a_row = in_a_row
 
     def _finding(
         self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str, is_serious: bool = True, **more: Any
@@ -242,11 +241,7 @@ _NO_INPUT = (
 
 
 class DeadGradient(_AbsentGradientRule):
-    """Gradients whose elements are all zero, step after step.
-
-    Args:
-        in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change.
-    """
+    """Gradients whose elements are all zero, step after step."""
 
     name = "dead-gradient"
     causes = (
@@ -261,18 +256,18 @@ class DeadGradient(_AbsentGradientRule):
         "for a step function, a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
     )
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows, parameters = window.rows("gradient"), window.latest.get("parameter")
-        if rows is None:
-            return
+    _STEPS = 20  # in a row; some models begin with a factor of zero, which the first steps change
+
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        parameters = window.latest.get("parameter")
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
-        for row, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
-            if (lengths >= self.in_a_row).sum() == rows.present[row].sum():
-                text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
+        for row, fresh, lengths, since in self.lasting(rows, dead, self._STEPS):
+            if (lengths >= self._STEPS).sum() == rows.present[row].sum():
+                text = f"all gradients have been zero for {self._STEPS} steps: nothing passes back from the loss, or "
                 text += "they are zeroed before they are measured"
                 _, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
                 more: dict[str, Any] = {"causes": (*self.causes, *causes), "advice": (*advice, *self.advice)}
-                yield self.found(since[fresh[0]], "gradients", text, in_a_row=self.in_a_row, **more)
+                yield self.found(since[fresh[0]], "gradients", text, in_a_row=self._STEPS, **more)
                 continue
             # One number per user or item is a bias, though an embedding keeps it.
             shapes = [() if info is None else info.shape for info in rows.tensors.infos]
@@ -286,7 +281,7 @@ class DeadGradient(_AbsentGradientRule):
             is_blank = weights & (zeros == rows.tensors.numel) & (since == 0)
             blank = [rows.names[i] for i in fresh if is_blank[i]]
             name = window.run.first_in_backward(blank or whole or names)
-            text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
+            text = f"all elements of the gradient of {name} have been zero for {self._STEPS} steps"
             text += ", and so are its own: it cannot change" * bool(blank)
             more = {} if whole else {"causes": _NO_INPUT}
             if blank:
@@ -296,9 +291,9 @@ class DeadGradient(_AbsentGradientRule):
             yield self._finding(rows, lengths, since, name, text, bool(weights[fresh].any()), **more)
 
 
-# Number of steps if each missing parameter has a twin with a gradient: one of the same shape whose name differs only in
-# digits. A router may leave out some of its experts for long.
-_EXPERT_STEPS = 300
+# Number of steps in a row, and if each missing parameter has a twin with a gradient: one of the same shape whose name
+# differs only in digits. A router may leave out some of its experts for long.
+_STEPS, _EXPERT_STEPS = 30, 300
 # An info if all that never had a gradient have less than this share of all elements. Of 61 public programs, four have
 # parameters that they never use, up to 0.033 of the elements.
 _SMALL = 0.05
@@ -308,9 +303,6 @@ class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
     An info if they never had one, and the program removed it, or another optimizer may train them, as in a GAN.
-
-    Args:
-        in_a_row: Number of steps in a row.
     """
 
     name = "missing-gradient"
@@ -323,31 +315,26 @@ class MissingGradient(_AbsentGradientRule):
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
 
-    def __init__(self, in_a_row: int = 30) -> None:
-        super().__init__(in_a_row)
-        self._resting: dict[str, int] = {}  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
+    _resting = carried(dict[str, int]())  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
         came_back = (self._times.values_for(names) > 0) & (self._lasts_for.values_for(names) == 0)
         return super().is_intermittent(names) or bool(came_back.any())
 
-    def review(self, window: Window) -> Iterable[Finding]:
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
             self._resting = dict.fromkeys(seen.value.unused, seen.step)
-        rows = window.rows("gradient")
-        if rows is None:
-            return
         missing = np.zeros(rows.present.shape, dtype=bool)
         for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, list(self._resting))
-        needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
+        needed = np.where(rows.present.any(1, keepdims=True), _STEPS, _SOON)
         parameters = window.latest.get("parameter")
         tensors = None if parameters is None else parameters.of(rows.names).tensors
         if missing.any() and tensors is not None:
-            needed = np.where(_have_twins(rows, tensors, missing), max(_EXPERT_STEPS, self.in_a_row), needed)
+            needed = np.where(_have_twins(rows, tensors, missing), _EXPERT_STEPS, needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
                 # That is due to where the monitor is called, not to a parameter.

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import WRONG_SIGN, Records, median, sizes_of_weights
+from gradstat.rules.base import WRONG_SIGN, carried, median, sizes_of_weights
 from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import (
     CHANCE,
@@ -23,11 +23,11 @@ from gradstat.rules.course import (
     change_in_words,
     norms_of_weights,
 )
-from gradstat.rules.outputs import UnrelatedOutputs, looks, targets_of
+from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Window
 
 
-class NegativeLoss(LearningRule):
+class NegativeLoss(TargetsRule):
     """A loss falls below 0 that has a lowest value: that of a classifier, or minus a sum of squares of residuals."""
 
     name = "negative-loss"
@@ -37,13 +37,8 @@ class NegativeLoss(LearningRule):
     # A loss is that of guessing, up to its sign, between these shares of it.
     _CLOSE = 0.75, 1.25
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._ratios = Records(3)
-
     def judge(self, window: Window) -> Iterable[Finding]:
-        for step, facts, loss in looks(window):
-            targets = targets_of(facts, loss, self._ratios)
+        for step, _, loss, targets in self.looks(window):
             if targets is not None and targets.squares == "minus":
                 text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
                 yield from self._told(step, "loss", text, loss=loss)
@@ -70,9 +65,7 @@ class _ChangedWeights(LearningRule):
 
     _STEPS = 256
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._norm = math.nan
+    _norm = carried(math.nan)
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, norm in norms_of_weights(window):
@@ -135,9 +128,6 @@ class NoLearning(LearningRule):
     Guessing among C classes has a loss of ln C. The slowest healthy classifiers of gradstat's tests leave it between
     steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 of that, or more than half
     of the predictions above chance are right, as where the loss has other terms.
-
-    Args:
-        steps: After so many, and then every 64, the last losses are judged, unless the learning rate still rises.
     """
 
     name = "no-learning"
@@ -153,11 +143,12 @@ class NoLearning(LearningRule):
     # How near to guessing among the samples a loss stays, and from which shares of it it may begin.
     _NEAR, _BEGAN = 0.005, (CHANCE, 1.25)
 
-    def __init__(self, steps: int = 256) -> None:
-        super().__init__()
-        self.steps = steps
-        self._has_learned, self._samples = False, 0.0
-        self._norm = self._grown = self._gradient = math.nan  # of weights, first and since; of the first gradients
+    # After so many steps, and then every 64, the last losses are judged, unless the learning rate still rises.
+    _STEPS = 256
+
+    _has_learned, _samples = carried(False), carried(0.0)
+    _norm, _grown = carried(math.nan), carried(math.nan)  # of weights, first and since
+    _gradient = carried(math.nan)  # the norm of the first gradients
 
     def judge(self, window: Window) -> Iterable[Finding]:
         if math.isnan(self._gradient):
@@ -173,7 +164,7 @@ class NoLearning(LearningRule):
         for row in self._follow(window, until):
             if self._count < SOON + HALF:
                 continue
-            is_due = self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
+            is_due = self._count % SPAN == 0 and self._count >= self._STEPS and not self._is_warm_up
             if is_due and not window.run.has_rival:
                 yield from self._judge_samples()
             if self._classes and not self._has_learned:

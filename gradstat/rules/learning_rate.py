@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import HUGE, Band, Records, Rule, around, bounded, risen
+from gradstat.rules.base import HUGE, Band, Records, Rule, around, bounded, carried, risen
 from gradstat.rules.rows import Floats, Observation, Window, rate_name
 
 # Conventions of gradstat. A rate jumps if it grows or falls by more than these factors in one step; step schedules
@@ -31,22 +31,74 @@ _SETTING, _NO_DECAY = 10.0, 0.05
 _SETTINGS = ("a schedule that sets it in place of lr", "an optimizer that was restored, or edited, wrongly")
 
 
-class _FollowedRule(Rule):
-    """Base of a rule about growths of a setting, which count if losses or norms rise after them."""
+class LearningRateJump(Rule):
+    """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay or an eps that jumps.
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self._last = -1
-        self._grown = Records(4)
+    The rate of step 0 is compared with none: a program may set it between the backward pass and the step.
+    """
+
+    name = "learning-rate-jump"
+    quiet = 10
+    causes = (
+        "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
+        "warm-up and decay that do not meet: decay does not begin where warm-up ends",
+        "a scheduler or optimizer restored without its state",
+    )
+    advice = (
+        "print the schedule beforehand: [scheduler.get_last_lr() for each step]",
+        "restore scheduler and optimizer from the same checkpoint",
+    )
+
+    # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
+    _losses, _norms = carried(list[float]()), carried(list[float]())
+    _last, _grown = carried(-1), carried(Records(4))
+    _course = carried(list[float]())  # the last rates of the first group
+    # By series, as `rate_name` calls them.
+    _before = carried(dict[str, float]())
+    _largest = carried(dict[str, float]())
+    _zero_for = carried(dict[str, int]())
+    _scheduled = carried(dict[str, float]())
+    _change = carried(dict[str, float]())
+    _settings = carried(dict[str, float]())  # when last looked at
+    _looked = carried(0)
 
     def bands(self) -> Mapping[str, Band]:
-        (losses, _), (norms, _) = self._around(int(self._grown[0][1])) if self._grown else 2 * [((), ())]
-        if len(losses) < _IN_A_ROW:
-            return {}
-        return {"loss": (-math.inf, max(losses)), "norm": (-math.inf, _NORMS * max(norms))}
+        bands = {"lr": (0.0, math.inf)}
+        if self._grown:
+            (losses, _), (norms, _) = self._around(int(self._grown[0][1]))
+            if len(losses) >= _IN_A_ROW:
+                bands |= {"loss": (-math.inf, max(losses)), "norm": (-math.inf, _NORMS * max(norms))}
+        for name, last in self._before.items():
+            if last > 0:
+                most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), _UP * last)
+                bands[name] = (last / _DOWN, most)
+        return bands
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("coverage"):
+            yield from self._of_settings(seen)
+        self._remember(window)
+        self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
+        first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
+        if first is None:
+            return
+        course = np.array([*self._course, *np.where(window.steps > 0, first, math.nan).tolist()])
+        self._course = list(filter(math.isfinite, course[-(_WITHIN + _LASTS - 1) :].tolist()))
+        for at, old, new in _faded(course, len(first)):
+            if self.begins("faded", window.steps[at]):
+                text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps"
+                yield self.found(window.steps[at], "lr", text, before=old, lr=new)
+        is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
+        for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
+            rates = window.scalars.get(name, first)
+            if name != "lr":
+                rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
+            listed = [self._before.get(name, before_first), *rates.tolist()]
+            self._before[name] = listed[-1]
+            yield from self._review_one(name, window.steps.tolist(), listed, is_known)
+        for group, step, before, rate in self._followed(window.scalar("loss_scale") is not None):
+            if self.begins(f"jump {rate_name(int(group))}", int(step)):
+                yield self._jump(int(step), rate_name(int(group)), before, rate)
 
     def _remember(self, window: Window) -> None:
         nothing = np.zeros(len(window.steps))
@@ -73,75 +125,10 @@ class _FollowedRule(Rule):
             elif len(later_losses) < _FOLLOWS:
                 self._grown.append(growth)
 
-
-class LearningRateJump(_FollowedRule):
-    """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay or an eps that jumps.
-
-    The rate of step 0 is compared with none: a program may set it between the backward pass and the step.
-    """
-
-    name = "learning-rate-jump"
-    quiet = 10
-    causes = (
-        "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
-        "warm-up and decay that do not meet: decay does not begin where warm-up ends",
-        "a scheduler or optimizer restored without its state",
-    )
-    advice = (
-        "print the schedule beforehand: [scheduler.get_last_lr() for each step]",
-        "restore scheduler and optimizer from the same checkpoint",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._course: list[float] = []  # the last rates of the first group
-        # By series, as `rate_name` calls them.
-        self._before: dict[str, float] = {}
-        self._largest: dict[str, float] = {}
-        self._zero_for: dict[str, int] = {}
-        self._scheduled: dict[str, float] = {}
-        self._change: dict[str, float] = {}
-        self._settings: dict[str, float] = {}  # when last looked at
-        self._looked = 0
-
-    def bands(self) -> Mapping[str, Band]:
-        bands = {"lr": (0.0, math.inf), **super().bands()}
-        for name, last in self._before.items():
-            if last > 0:
-                most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), _UP * last)
-                bands[name] = (last / _DOWN, most)
-        return bands
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed("coverage"):
-            yield from self._of_settings(seen)
-        self._remember(window)
-        self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
-        first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
-        if first is None:
-            return
-        course = np.array([*self._course, *np.where(window.steps > 0, first, math.nan).tolist()])
-        self._course = list(filter(math.isfinite, course[-(_WITHIN + _LASTS - 1) :].tolist()))
-        for at, old, new in _faded(course, len(first)):
-            if self._episodes.record("faded", window.steps[at]):
-                text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps"
-                yield self.found(window.steps[at], "lr", text, before=old, lr=new)
-        is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
-        for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
-            rates = window.scalars.get(name, first)
-            if name != "lr":
-                rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
-            listed = [self._before.get(name, before_first), *rates.tolist()]
-            self._before[name] = listed[-1]
-            yield from self._review_one(name, window.steps.tolist(), listed, is_known)
-        for group, step, before, rate in self._followed(window.scalar("loss_scale") is not None):
-            if self._episodes.record(f"jump {rate_name(int(group))}", int(step)):
-                yield self._jump(int(step), rate_name(int(group)), before, rate)
-
     def _of_settings(self, seen: Observation) -> Iterator[Finding]:
         for name, new in seen.value.settings.items():
             what, old = name.partition(" ")[0], self._settings.get(name, new)
-            if new > _SETTING * (old or _NO_DECAY) and self._episodes.record(name, seen.step):
+            if new > _SETTING * (old or _NO_DECAY) and self.begins(name, seen.step):
                 text = f"{name} has gone from {old:.4g} to {new:.4g}, after step {self._looked}"
                 yield self.found(self._looked + 1, what, text, causes=_SETTINGS, before=old, now=new)
         self._settings, self._looked = {**seen.value.settings}, seen.step
@@ -152,7 +139,7 @@ class LearningRateJump(_FollowedRule):
         change = self._change.get(name, 0.0)
         for step, (previous, rate) in zip(steps, itertools.pairwise(rates), strict=True):
             if rate < 0 or (math.isnan(rate) and not math.isnan(previous)):
-                if self._episodes.record(f"invalid {name}", step):
+                if self.begins(f"invalid {name}", step):
                     text = f"{which} is {rate}"
                     yield self.found(step, name, text, severity="error", lr=str(rate), before=previous)
                 continue
@@ -168,7 +155,7 @@ class LearningRateJump(_FollowedRule):
             is_ramp = change * last > 0 and abs(change) <= _RAMP * abs(last)
             if has_grown and is_known:
                 self._grown.append([float(name[3:-1] or 0) if name != "lr" else 0.0, float(step), previous, rate])
-            elif (has_grown or has_fallen) and not is_ramp and self._episodes.record(f"jump {name}", step):
+            elif (has_grown or has_fallen) and not is_ramp and self.begins(f"jump {name}", step):
                 yield self._jump(step, name, previous, rate)
             largest = self._largest[name] = max(largest, rate)
         change = rates[-1] - rates[-2]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
-from gradstat.rules.base import Band, LastingRule, PerName, Rule, series
+from gradstat.rules.base import Band, LastingRule, PerName, RowsRule, Rule, carried, series
 from gradstat.rules.rows import Floats, Rows, Window
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
 
-def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows, tuple[str, ...]]]:
-    """For each measured kind, its name, its rows, and names of its tensors that are unique among kinds."""
-    for kind in kinds:
-        rows = window.rows(kind)
-        if rows is not None:
-            yield kind, rows, tuple(f"{kind} {name}" for name in rows.names)
+def _unique(kind: str, rows: Rows) -> tuple[str, ...]:
+    """Names of the tensors of a kind that are unique among kinds."""
+    return tuple(f"{kind} {name}" for name in rows.names)
 
 
 _KEPT_FOR = 2  # such steps in a row
@@ -41,9 +37,8 @@ class GradientsNotZeroed(Rule):
     )
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
 
-    def __init__(self) -> None:
-        self._run = 0
-        self._reported = False
+    _run = carried(0)
+    _reported = carried(False)
 
     def bands(self) -> Mapping[str, Band]:
         return {} if self._reported else {"not_zeroed": (-math.inf, 0.0)}
@@ -94,15 +89,13 @@ class MomentumDrift(Rule):
     )
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._largest = 0.0
-        self._ratio = self._norm = 0.0  # the smallest so far, as for `_LEAST`, the ratio at most 1; 0 if none
-        self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
+    _largest = carried(0.0)
+    _ratio, _norm = carried(0.0), carried(0.0)  # the smallest so far, as for `_LEAST`, the ratio at most 1; 0 if none
+    _lowest, _count = carried(math.inf), carried(0)  # since the momenta were measured: the lowest norm, and steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum = window.run.momentum
-        if momentum > _MAX_MOMENTUM and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
+        if momentum > _MAX_MOMENTUM and len(window.steps) and self.begins("momentum", window.steps[-1]):
             span = f"the last {1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
             text = f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of {span}"
             advice = ("use a momentum from 0.9 to 0.99",)
@@ -113,14 +106,14 @@ class MomentumDrift(Rule):
         norms[~np.isfinite(norms)] = 0.0
         np.maximum.accumulate(norms, out=norms)
         self._largest = float(norms[-1])
-        for kind, rows, names in _momenta(window):
+        for kind, rows in _momenta(window):
             for row, step in enumerate(rows.steps.tolist()):
                 largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
                 if not largest > 0:
                     continue
                 sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
                 due = np.flatnonzero(sizes > _FACTOR * largest).tolist()
-                fresh = [i for i in due if self._episodes.record(names[i], step)]
+                fresh = [i for i in due if self.begins(f"{kind} {rows.names[i]}", step)]
                 if fresh:
                     i = max(fresh, key=lambda i: sizes[i])
                     text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}; the norm of "
@@ -131,7 +124,7 @@ class MomentumDrift(Rule):
     def _small(self, window: Window, norms: Floats) -> Iterator[Finding]:
         """Finds that the optimizer averages far smaller gradients than were measured, which had these ``norms``."""
         at = 0
-        for kind, rows, _ in itertools.islice(_momenta(window), 1):
+        for kind, rows in _momenta(window)[:1]:
             for row, step in enumerate(rows.steps.tolist()):
                 stop = int(np.searchsorted(window.steps, step))
                 lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
@@ -144,7 +137,7 @@ class MomentumDrift(Rule):
                 falls = (_SUM_FALLS if is_sum else 1) * _FALLS
                 has_fallen = ratio < falls * self._ratio and norm < _NORM_FALLS * _FALLS * self._norm
                 is_small = has_fallen or (window.run.is_torchs and ratio < _LEAST and norm < _TINY)
-                if is_small and self._episodes.record("small", step):
+                if is_small and self.begins("small", step):
                     text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
                     text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
                     evidence = {"norm": norm, "gradients": lowest}
@@ -153,9 +146,10 @@ class MomentumDrift(Rule):
         self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
 
 
-def _momenta(window: Window) -> Iterator[tuple[str, Rows, tuple[str, ...]]]:
-    """The averages of gradients; RMSprop's ``momentum_buffer`` is one of gradients over their size."""
-    return _states(window, ("exp_avg", "momentum_buffer") if window.rows("square_avg") is None else ())
+def _momenta(window: Window) -> list[tuple[str, Rows]]:
+    """The averages of gradients, by kind; RMSprop's ``momentum_buffer`` is one of gradients over their size."""
+    kinds = ("exp_avg", "momentum_buffer") if window.rows("square_avg") is None else ()
+    return [(kind, rows) for kind in kinds if (rows := window.rows(kind)) is not None]
 
 
 def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
@@ -169,7 +163,7 @@ def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
 _REMAINS = 0.5  # of what must remain: optimizers may step several times per monitored step
 
 
-class SecondMomentDrop(Rule):
+class SecondMomentDrop(RowsRule):
     """A second moment that has shrunk faster than beta2 allows: overwritten, cleared, or restored wrongly.
 
     It is an average of squares whose weights decay by beta2 per step, so a fraction of at least ``beta2 ** steps``
@@ -178,6 +172,7 @@ class SecondMomentDrop(Rule):
 
     name = "second-moment-drop"
     quiet = 1000
+    kinds = _SECOND_MOMENTS
     causes = (
         "a state of the optimizer that was cleared or restored wrongly; the next updates are far too large",
         "memory that was overwritten",
@@ -187,29 +182,26 @@ class SecondMomentDrop(Rule):
         "if states were cleared on purpose, warm up the learning rate again",
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._norms, self._when = PerName(0.0), PerName(0)
+    _norms, _when = carried(PerName(0.0)), carried(PerName(0))
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        decay = window.run.second_moment_decay
-        for kind, rows, names in _states(window, _SECOND_MOMENTS if decay else ()):
-            last_norms, when = self._norms.values_for(names), self._when.values_for(names)
-            for row, step in enumerate(rows.steps.tolist()):
-                norms = rows.l2_norm[row]
-                dropped = norms < _REMAINS * decay ** (step - when) * last_norms
-                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
-                fresh = [i for i in due if self._episodes.record(names[i], step)]
-                if fresh:
-                    i = min(fresh, key=lambda i: norms[i] / last_norms[i])
-                    name, steps = rows.names[i], step - int(when[i])
-                    fallen = f"has fallen to {norms[i] / last_norms[i]:.2g} of what it was {steps} steps before"
-                    evidence = {"before": last_norms[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
-                    text = f"the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
-                    yield self.found(step, name, text, about=kind, **evidence)
-                is_finite = np.isfinite(norms)
-                np.copyto(last_norms, norms, where=is_finite)
-                np.copyto(when, step, where=is_finite)
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        decay, names = window.run.second_moment_decay, _unique(kind, rows)
+        last_norms, when = self._norms.values_for(names), self._when.values_for(names)
+        for row, step in enumerate(rows.steps.tolist() if decay else ()):
+            norms = rows.l2_norm[row]
+            dropped = norms < _REMAINS * decay ** (step - when) * last_norms
+            due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
+            fresh = [i for i in due if self.begins(names[i], step)]
+            if fresh:
+                i = min(fresh, key=lambda i: norms[i] / last_norms[i])
+                name, steps = rows.names[i], step - int(when[i])
+                fallen = f"has fallen to {norms[i] / last_norms[i]:.2g} of what it was {steps} steps before"
+                evidence = {"before": last_norms[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
+                text = f"the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
+                yield self.found(step, name, text, about=kind, **evidence)
+            is_finite = np.isfinite(norms)
+            np.copyto(last_norms, norms, where=is_finite)
+            np.copyto(when, step, where=is_finite)
 
 
 # The square roots of all elements are below eps, or this if that is less, which is the eps that torch's optimizers have
@@ -228,24 +220,23 @@ class SmallSecondMoment(LastingRule):
 
     name = "small-second-moment"
     quiet = 10_000
+    kinds = _SECOND_MOMENTS
     causes = ("gradients that are tiny for this parameter: a deep or wide model, or vanishing gradients",)
     advice = (
         "use a smaller eps in the optimizer, 1e-15 for example",
         "find out why its gradients are so small: see vanishing-gradient",
     )
 
-    def review(self, window: Window) -> Iterable[Finding]:
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         eps = window.run.optimizer_eps
-        limit = min(eps, _USUAL_EPS) ** 2
-        for kind, rows, names in _states(window, _SECOND_MOMENTS):
-            largest = rows.field("max")
-            # All zero means no gradient yet, which other rules report.
-            low = rows.tensors.matrices & (largest < limit) & (largest > 0)
-            for row, fresh, _, since in self.lasting(rows, low, _MEASUREMENTS, names):
-                i = fresh[0]
-                name, value = rows.names[i], largest[row, i]
-                text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"
-                text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
-                evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
-                severity: Severity = self.severity if 2 * low[row].sum() >= rows.tensors.matrices.sum() else "info"
-                yield self.found(since[i], name, text, kind, severity, **evidence)
+        limit, largest = min(eps, _USUAL_EPS) ** 2, rows.field("max")
+        # All zero means no gradient yet, which other rules report.
+        low = rows.tensors.matrices & (largest < limit) & (largest > 0)
+        for row, fresh, _, since in self.lasting(rows, low, _MEASUREMENTS, _unique(kind, rows)):
+            i = fresh[0]
+            name, value = rows.names[i], largest[row, i]
+            text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"
+            text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
+            evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
+            severity: Severity = self.severity if 2 * low[row].sum() >= rows.tensors.matrices.sum() else "info"
+            yield self.found(since[i], name, text, kind, severity, **evidence)

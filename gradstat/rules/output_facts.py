@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Activation(IntEnum):
@@ -72,17 +72,7 @@ class OutputFacts(NamedTuple):
     @classmethod
     def of(cls, numbers: Sequence[float]) -> OutputFacts:
         """The facts in ``numbers``, in the order of the fields: labels are counted from 1, those of a fit come last."""
-        certain, over, takes_over, one, activation, is_named, classes, labels, label, right, *sums = numbers
-        return cls(
-            certain,
-            bool(over),
-            bool(takes_over),
-            bool(one),
-            Activation(int(activation)),
-            bool(is_named),
-            int(classes),
-            int(labels),
-            int(label) - 1 if label else None,
-            right,
-            Fit(*sums) if sums else None,
-        )
+        kinds: Any = (float, bool, bool, bool, Activation, bool, int, int, int, float)
+        facts = cls(*(kind(number) for kind, number in zip(kinds, numbers, strict=False)))
+        sums = numbers[len(kinds) :]
+        return facts._replace(label=facts.label - 1 if facts.label else None, fit=Fit(*sums) if sums else None)

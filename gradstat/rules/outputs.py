@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Records
+from gradstat.rules.base import Records, carried
 from gradstat.rules.course import LOOK, RISES, LearningRule
 from gradstat.rules.output_facts import Activation, OutputFacts
 from gradstat.rules.rows import Window
@@ -44,9 +44,7 @@ class ActivatedOutputs(LearningRule):
     # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
     _CHANCE = 0.9, 1.1
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
+    _were_logits = carried(False)  # whether the loss has taken the softmax of outputs without activation
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, facts, _ in looks(window):
@@ -75,9 +73,7 @@ class SoftmaxDimension(LearningRule):
     causes = ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
     advice = ("give dim= the dimension of the classes: -1 if it is the last",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._times = 0
+    _times = carried(0)
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, facts, _ in looks(window):
@@ -100,44 +96,51 @@ class Targets(NamedTuple):
     related: float  # correlation of both
 
 
-def targets_of(facts: OutputFacts, loss: float, ratios: Records) -> Targets | None:
-    """What is known about the targets; None if nothing is.
+class TargetsRule(LearningRule):
+    """Base of rules on what the gradients of the outputs tell about the targets."""
 
-    If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
-    ratio to the sum of squared gradients, or to their mean, is the same in all batches, though they are not.
+    _ratios = carried(Records(3))  # of the last batches: squared gradients, also over the loss, per sum and mean
 
-    Args:
-        facts: About the outputs.
-        loss: Of the step.
-        ratios: Of the last batches, updated: squared gradients, also over the loss, per sum and mean.
-    """
-    fit = facts.fit
-    if fit is None or not all(map(math.isfinite, (*fit, loss))):
-        return None
-    scale, squares = 1.0, "no"
-    if fit.squares > 0 and loss:
-        scale, ratio = 2 * loss / fit.squares, fit.squares / loss
-        ratios[:] = [*ratios, [fit.squares, ratio, ratio * fit.elements]][-_BATCHES:]
-        changes, *differ = (max(of) - min(of) > 0.01 * min(map(abs, of)) for of in zip(*ratios, strict=True))
-        # A loss that is linear in the outputs has a ratio, too, while it stays the same.
-        if len(ratios) > 2 and changes and not all(differ):
-            squares = "yes" if ratio > 0 else "minus"
-    is_known = fit.squares == 0 or squares == "yes"
-    variance = fit.outputs - 2 * scale * fit.cross + scale**2 * fit.residuals
-    # Targets that are equal have a deviation by rounding alone.
-    varies = variance > 1e-5 * scale**2 * fit.residuals
-    related = (fit.outputs - scale * fit.cross) / math.sqrt(fit.outputs * variance) if varies and fit.outputs else 0.0
-    return Targets(
-        squares,
-        is_known,
-        not varies if is_known and fit.residuals > 0 else None,
-        math.sqrt(variance / fit.elements) if varies else 0.0,
-        math.sqrt(fit.outputs / fit.elements),
-        min(related, 1.0),
-    )
+    def looks(self, window: Window) -> Iterator[tuple[int, OutputFacts, float, Targets | None]]:
+        """As `looks`, with what is known about the targets; None if nothing is."""
+        for step, facts, loss in looks(window):
+            yield step, facts, loss, self._targets_of(facts, loss)
+
+    def _targets_of(self, facts: OutputFacts, loss: float) -> Targets | None:
+        """What is known about the targets.
+
+        If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
+        ratio to the sum of squared gradients, or to their mean, is the same in all batches, though they are not.
+        """
+        fit = facts.fit
+        if fit is None or not all(map(math.isfinite, (*fit, loss))):
+            return None
+        scale, squares = 1.0, "no"
+        if fit.squares > 0 and loss:
+            scale, ratio = 2 * loss / fit.squares, fit.squares / loss
+            ratios = self._ratios
+            ratios[:] = [*ratios, [fit.squares, ratio, ratio * fit.elements]][-_BATCHES:]
+            changes, *differ = (max(of) - min(of) > 0.01 * min(map(abs, of)) for of in zip(*ratios, strict=True))
+            # A loss that is linear in the outputs has a ratio, too, while it stays the same.
+            if len(ratios) > 2 and changes and not all(differ):
+                squares = "yes" if ratio > 0 else "minus"
+        is_known = fit.squares == 0 or squares == "yes"
+        variance = fit.outputs - 2 * scale * fit.cross + scale**2 * fit.residuals
+        # Targets that are equal have a deviation by rounding alone.
+        varies = variance > 1e-5 * scale**2 * fit.residuals
+        covariance = fit.outputs - scale * fit.cross
+        related = covariance / math.sqrt(fit.outputs * variance) if varies and fit.outputs else 0.0
+        return Targets(
+            squares,
+            is_known,
+            not varies if is_known and fit.residuals > 0 else None,
+            math.sqrt(variance / fit.elements) if varies else 0.0,
+            math.sqrt(fit.outputs / fit.elements),
+            min(related, 1.0),
+        )
 
 
-class EqualTargets(LearningRule):
+class EqualTargets(TargetsRule):
     """In each batch looked at, all labels are of one class, or all targets are equal."""
 
     name = "equal-targets"
@@ -155,18 +158,14 @@ class EqualTargets(LearningRule):
     # batches have one label each is as unlikely by the share of those that had, which counts as 2 ** -4 if it is less.
     _ALIKE, _BITS, _MOST_BITS = 90, 16, 4
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._labels = Records(3)  # of the last batches with one label: step, label, how often
-        self._alike = self._differ = 0  # batches before these: with one label, with several
-        self._ratios = Records(3)
+    _labels = carried(Records(3))  # of the last batches with one label: step, label, how often
+    _alike, _differ = carried(0), carried(0)  # batches before these: with one label, with several
 
     def judge(self, window: Window) -> Iterable[Finding]:
         if not self._count:
             next(self._follow(window), None)  # tells the number of classes
         # A discriminator may get real and made samples in passes of their own.
-        for step, facts, loss in () if window.run.has_rival else looks(window):
-            targets = targets_of(facts, loss, self._ratios)
+        for step, facts, _, targets in () if window.run.has_rival else self.looks(window):
             are_equal = None if targets is None else targets.are_equal
             is_policy = False
             if facts.labels:
@@ -203,7 +202,7 @@ class EqualTargets(LearningRule):
             yield from self._told(int(steps[0]), "logits", text, "output", labels=sum(counts))
 
 
-class RawTargets(LearningRule):
+class RawTargets(TargetsRule):
     """Targets of a squared error have a spread above 20, and 50 times that of the first outputs."""
 
     name = "raw-targets"
@@ -214,14 +213,10 @@ class RawTargets(LearningRule):
     # Standard deviations, conventions: outputs of a fresh model have one of about 1.
     _SPREAD, _APART = 20.0, 50.0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._outputs = math.nan  # the deviation of the first outputs, 0 if that of targets is not large
-        self._ratios = Records(3)
+    _outputs = carried(math.nan)  # the deviation of the first outputs, 0 if that of targets is not large
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        for _, facts, loss in () if window.run.has_rival else looks(window):
-            targets = targets_of(facts, loss, self._ratios)
+        for _, _, _, targets in () if window.run.has_rival else self.looks(window):
             if targets is None or not targets.spread or not targets.outputs:
                 continue
             if math.isnan(self._outputs):
@@ -233,7 +228,7 @@ class RawTargets(LearningRule):
                 yield from self._told(0, "loss", text, targets=targets.spread, outputs=self._outputs)
 
 
-class UnrelatedOutputs(LearningRule):
+class UnrelatedOutputs(TargetsRule):
     """Outputs and their targets have no correlation after 240 steps.
 
     Targets are known from the gradient of the outputs, for cross-entropies of one prediction per sample and for squared
@@ -256,15 +251,11 @@ class UnrelatedOutputs(LearningRule):
     # errors; above it and above more of them it is known.
     _STEPS, _RELATED, _FEW, _MANY = 240, 0.1, 2, 3
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._ratios = Records(3)
-        self._related: list[float] = []  # the last correlations, since targets are known
-        self._since, self._lr = 0, math.nan  # the last step in which outputs followed; the rate in the last look
+    _related = carried(list[float]())  # the last correlations, since targets are known
+    _since, _lr = carried(0), carried(math.nan)  # the last step in which outputs followed; the rate in the last look
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        for step, facts, loss in () if window.run.has_rival else looks(window):
-            targets = targets_of(facts, loss, self._ratios)
+        for step, _, loss, targets in () if window.run.has_rival else self.looks(window):
             if targets is not None and targets.spread and targets.outputs and not self._is_over:
                 self._related = [*self._related, targets.related][-_BATCHES:] if targets.is_known else []
                 rate = window.value("lr", int(window.steps.searchsorted(step)))

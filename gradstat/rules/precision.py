@@ -9,7 +9,7 @@ import torch
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import LastingRule
-from gradstat.rules.rows import Window
+from gradstat.rules.rows import Rows, Window
 
 # The smallest normal numbers of the dtypes in which gradients underflow.
 _FLOORS = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float16, torch.bfloat16)}
@@ -34,10 +34,7 @@ class Underflow(LastingRule):
         "use bfloat16, which has the range of float32, or keep this part in float32",
     )
 
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("gradient")
-        if rows is None:
-            return
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.tensors.infos]
         floor, scale = np.array(floors), np.ones((1, 1))
         scales = window.scalars.get("loss_scale")

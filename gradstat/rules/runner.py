@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstat._core.warn import warn_of_failure
 from gradstat.recording.findings import Finding, reference_to
-from gradstat.rules.base import WRONG_SIGN, Band, Episodes, Rule
+from gradstat.rules.base import WRONG_SIGN, Band, Rule
 from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
 from gradstat.rules.gradients import ExplodingGradient
 from gradstat.rules.rows import Floats, Window
@@ -41,9 +41,7 @@ class RuleRunner:
 
     def __init__(self, rules: Sequence[Rule], every: int, weights: int = 0) -> None:
         self.rules = list(rules)
-        self._banded = [rule for rule in rules if type(rule).bands is not Rule.bands]
         self._every, self._weights = every, weights
-        self._failed: set[int] = set()
         self._rates: list[float] = []
         self._first_loss = math.nan
         self._cause: Finding | None = None  # of what is not finite
@@ -66,7 +64,7 @@ class RuleRunner:
         # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for rule in self.rules:
-                if id(rule) in self._failed or (rule.explained_by and self.last_steps(rule.explained_by)):
+                if rule.explained_by and self.last_steps(rule.explained_by):
                     continue
                 try:
                     findings += list(rule.review(window))
@@ -149,8 +147,8 @@ class RuleRunner:
 
     def last_steps(self, names: Collection[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
-        recorded = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
-        return [step for episodes in recorded if isinstance(episodes, Episodes) for step in episodes.values()]
+        recorded = [getattr(rule, "_episodes", {}) for rule in self.rules if rule.name in names]
+        return [step for episodes in recorded for step in episodes.values()]
 
     def refresh(self, steps: int | None, tensors: int = 0) -> None:
         """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review.
@@ -158,14 +156,12 @@ class RuleRunner:
         ``tensors`` are measured in every step: rows that wait for the review take memory.
         """
         joined: dict[str, Band] = {}
-        for rule in self._banded:
-            if id(rule) in self._failed:
-                continue
+        for rule in self.rules:
             try:
                 for name, (low, high) in rule.bands().items():
                     band = joined.get(name, (-math.inf, math.inf))
                     joined[name] = (max(low, band[0]), min(high, band[1]))
-            except Exception:
+            except Exception:  # noqa: PERF203 - in most reviews there is none
                 self._switch_off(rule)
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
@@ -181,5 +177,5 @@ class RuleRunner:
 
     def _switch_off(self, rule: Rule) -> None:
         """Monitoring must not end the training: after the exception being handled, ``rule`` does not run again."""
-        self._failed.add(id(rule))
+        self.rules = [other for other in self.rules if other is not rule]
         warn_of_failure(f"the rule {rule.name!r} failed and is switched off")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
-from gradstat.rules.base import Rule
+from gradstat.rules.base import Rule, carried
 from gradstat.rules.rows import Floats
 
 _BEGINNING = 20  # values that define the initial level
@@ -55,13 +55,11 @@ class LevelRule(Rule):
     errors: ClassVar[float] = 10.0
     moves: ClassVar[float] = 4.0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._levels: list[float] = []
-        self._scatters: list[float] = []  # median differences of neighbouring values, by level
-        self._rest = 0  # values that are in no level yet
-        self._recent: list[float] = []  # the last values, with these
-        self._recent_steps: list[int] = []
+    _levels = carried(list[float]())
+    _scatters = carried(list[float]())  # median differences of neighbouring values, by level
+    _rest = carried(0)  # values that are in no level yet
+    _recent = carried(list[float]())  # the last values, with these
+    _recent_steps = carried(list[int]())
 
     def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
         """Adds the ``values`` of ``steps``; yields when their level has risen (``sign`` 1) or fallen (-1)."""
@@ -138,15 +136,13 @@ class SpikeRule(Rule):
     # Until half a window is known, the limit is this many times the largest of at least five values.
     warmup_factor: ClassVar[float] = math.inf
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: list[float] = []
-        self._first: list[float] = []
-        self._leaps: list[int] = []
-        self._new, self._lasts = 0, False
-        self._median = math.nan  # of the window, when it is half full
-        self._scatter = 1.0  # the factor by which values of this series usually differ
-        self._high = self._beyond = math.inf
+    _values = carried(list[float]())
+    _first = carried(list[float]())
+    _leaps = carried(list[int]())
+    _new, _lasts = carried(0), carried(False)
+    _median = carried(math.nan)  # of the window, when it is half full
+    _scatter = carried(1.0)  # the factor by which values of this series usually differ
+    _high, _beyond = carried(math.inf), carried(math.inf)
 
     def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""
@@ -155,7 +151,7 @@ class SpikeRule(Rule):
         if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < _WITHIN), step]
         self._lasts = is_high and len(self._leaps) >= _COUNT
-        if (is_alone or self._lasts) and self._episodes.record("leap" if self._lasts else "alone", step):
+        if (is_alone or self._lasts) and self.begins("leap" if self._lasts else "alone", step):
             began = self._leaps[0] if is_high else step
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-_WITHIN:], default=math.inf

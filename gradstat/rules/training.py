@@ -13,7 +13,7 @@ from gradstat._core.text import count_of
 from gradstat.guard import OF_MEDIAN, THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
-from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, series
+from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, series
 from gradstat.rules.rows import Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
@@ -60,10 +60,11 @@ class LossSpike(SpikeRule, LevelRule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
+    _lowest, _error = carried(math.inf), carried(0.0)
+
     def __init__(self, series: str = "loss", sigmas: float = THRESHOLD) -> None:
         super().__init__()
         self.series, self.sigmas = series, sigmas
-        self._lowest, self._error = math.inf, 0.0
 
     def set_limits(self) -> None:
         super().set_limits()
@@ -84,7 +85,7 @@ class LossSpike(SpikeRule, LevelRule):
         losses = window.scalars.get(self.series, np.empty(0))
         if (losses < 0).any():
             for step, old, new in _signs([*self._recent_steps, *window.steps.tolist()], self._recent + losses.tolist()):
-                if self._episodes.record("sign", step):
+                if self.begins("sign", step):
                     text = f"the {self.series} changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
                     yield self.found(step, self.series, text, causes=WRONG_SIGN, loss=new, before=old)
         values = ((step, loss, None) for step, loss in series(window, self.series))
@@ -120,7 +121,7 @@ class LossSpike(SpikeRule, LevelRule):
         if not is_above and (mean <= self._scatter * self._lowest or start < _CLIMB * self._lowest):
             return
         least = max(_CLIMB_LOST * (start - self._lowest), _ERRORS * self._error)
-        if mean > self._lowest + least and self._episodes.record("climb", step):
+        if mean > self._lowest + least and self.begins("climb", step):
             text = f"the mean {self.series} of {_RECENT} steps has climbed to {mean:.4g}; the lowest was "
             text += f"{self._lowest:.4g}" + f", and it began at {start:.4g}" * is_above
             causes = (*(_MAXIMIZES if maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
@@ -135,7 +136,7 @@ class LossSpike(SpikeRule, LevelRule):
         least = max(least, self.sigmas * OF_MEDIAN * abs(before))
         # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
-        if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
+        if after - before > least and not is_grown and self.begins("leap", shift.step):
             text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
             causes = (*CHANGED, self.causes[-1])
             yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)
@@ -168,7 +169,7 @@ class LateClip(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for step, is_late in series(window, "late_clip"):
             if is_late > 0 and not self._episodes:
-                self._episodes.record("", step)
+                self.begins("", step)
                 text = "gradients were clipped between a step and the next backward pass, which changes nothing"
                 yield self.found(max(step - 1, 0), "norm", text)
 
@@ -213,11 +214,10 @@ class OptimizerCoverage(Rule):
         "pass it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
     )
 
-    def __init__(self) -> None:
-        self._reported: dict[str, int] = {}  # what was found of which parameter, and when
-        self._first_look = -1
-        self._before: dict[str, float] = {}  # sums of parameters that an optimizer of one lacks
-        self._last_look, self._has_stepped = 0, False
+    _reported = carried(dict[str, int]())  # what was found of which parameter, and when
+    _first_look = carried(-1)
+    _before = carried(dict[str, float]())  # sums of parameters that an optimizer of one lacks
+    _last_look, _has_stepped = carried(0), carried(False)
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("untrained"):

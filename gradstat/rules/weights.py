@@ -12,8 +12,8 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import HUGE, NEVER_INITIALISED, PerName, Rule, around, bounded, median, risen, sizes_of_weights
-from gradstat.rules.gradients import VANISHING
+from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, median, risen, sizes_of_weights
+from gradstat.rules.gradients import NEVER_INITIALISED, VANISHING
 from gradstat.rules.rows import Bools, Rows, Window
 
 _FACTOR = 100.0  # by which the largest magnitude grew; its square if the loss has not risen
@@ -59,12 +59,10 @@ class ParameterJump(Rule):
         Remedy("go back to the checkpoint: on_anomaly='rollback'", "rollback"),
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._largest, self._norms = PerName(math.nan), PerName(math.nan)
-        self._usual, self._moves = PerName(0.0), PerName(0.0)  # the largest change of a log norm, and how many
-        self._losses: list[float] = []  # the last ones
-        self._infos: dict[str, int] = {}  # falls that were an info, since the loss had not risen yet, and their steps
+    _largest, _norms = carried(PerName(math.nan)), carried(PerName(math.nan))
+    _usual, _moves = carried(PerName(0.0)), carried(PerName(0.0))  # the largest change of a log norm, and how many
+    _losses = carried(list[float]())  # the last ones
+    _infos = carried(dict[str, int]())  # falls that were an info, since the loss had not risen yet, and their steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, kept = window.rows("parameter"), len(self._losses)
@@ -87,12 +85,12 @@ class ParameterJump(Rule):
             return
         fresh &= window.latest["gradient"].of(rows.names).present[-1]
         for i in np.flatnonzero(fresh & (rows.max_abs[0] > _INITIAL)).tolist():
-            self._episodes.record(rows.names[i], rows.steps[0])
+            self.begins(rows.names[i], rows.steps[0])
             text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
             more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
             yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
         name, ratio = _unlike(rows, fresh)
-        if ratio > _UNLIKE and self._episodes.record(name, rows.steps[0]):
+        if ratio > _UNLIKE and self.begins(name, rows.steps[0]):
             text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
             causes = ("an initialisation of its own, or one that was applied twice",)
             yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
@@ -108,7 +106,7 @@ class ParameterJump(Rule):
             jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
         if jumped.any():
             i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
-            if self._episodes.record(rows.names[i], step):
+            if self.begins(rows.names[i], step):
                 text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
                 evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
                 how = severity if largest[i] < _FACTOR**2 * earlier[i] else self.severity
@@ -120,7 +118,7 @@ class ParameterJump(Rule):
         for which, changed, causes in (("grows", grown, self.causes), ("falls", fallen, _SHRUNK)):
             if changed.any():
                 i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
-                if self._episodes.record(rows.names[i], step):
+                if self.begins(rows.names[i], step):
                     text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
                     text += f"; the same holds for {count - 1} more" * (count > 1)
                     evidence = {"before": norms[i], "now": now[i], "parameters": count}
@@ -163,7 +161,9 @@ def _unlike(rows: Rows, judged: Bools) -> tuple[str, float]:
 
 _NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
 _STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
-_UNCHANGED = 2  # measurements in a row without any change; one is enough if no parameter has changed
+# Measurements in a row without any change, of which one is enough if no parameter has changed; and at least so many
+# steps, since measurements are close together after an incident.
+_UNCHANGED, _STEPS = 2, 50
 # Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the rounding error of
 # sums that are zero, as for a bias before a batch norm.
 _ROUNDING = 1e-5
@@ -181,9 +181,6 @@ class UnchangedParameter(Rule):
 
     Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or, under
     `gradstat.auto`, gradients were zeroed fifty times, and twice as often as between earlier steps, without a step.
-
-    Args:
-        steps: Minimum number of steps without any change: after an incident, measurements are close together.
     """
 
     name = "unchanged-parameter"
@@ -198,15 +195,12 @@ class UnchangedParameter(Rule):
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
 
-    def __init__(self, steps: int = 50) -> None:
-        super().__init__()
-        self.steps = steps
-        self._measured = 0
-        self._means, self._ranges = PerName(math.nan), PerName(math.nan)  # sums and ranges over norms
-        # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
-        self._usual = self._strength = math.nan
-        self._same_for, self._since = PerName(0.0), PerName(0)
-        self._sums, self._squares = PerName(math.nan), PerName(math.nan)
+    _measured = carried(0)
+    _means, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # sums and ranges over norms
+    # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
+    _usual, _strength = carried(math.nan), carried(math.nan)
+    _same_for, _since = carried(PerName(0.0)), carried(PerName(0))
+    _sums, _squares = carried(PerName(math.nan)), carried(PerName(math.nan))
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("unused"):
@@ -231,8 +225,8 @@ class UnchangedParameter(Rule):
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            still = np.flatnonzero((counts >= enough) & (step - since >= self.steps))
-            fresh = [names[i] for i in still if self._episodes.record(names[i], step)]
+            still = np.flatnonzero((counts >= enough) & (step - since >= _STEPS))
+            fresh = [names[i] for i in still if self.begins(names[i], step)]
             if fresh:
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
@@ -257,13 +251,13 @@ class UnchangedParameter(Rule):
         moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
         self._measured = step
         moved = float(np.fmax.reduce(moves))
-        if steps < self.steps or not moved > 1e-12:  # which rounding alone does not exceed
+        if steps < _STEPS or not moved > 1e-12:  # which rounding alone does not exceed
             return
         at = int(window.steps.searchsorted(step))
         rate, strength = window.value("lr", at), window.value("finite_norm", at)
         usual = self._usual * steps * rate
         has_stopped = strength > _AS_STRONG * self._strength and moved < _STOPS * usual
-        if moved < _MOVES and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
+        if moved < _MOVES and (math.isnan(usual) or has_stopped) and self.begins("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
             name = rows.names[int((moves == moved).argmax())]
@@ -299,13 +293,11 @@ class OverwrittenParameter(Rule):
     )
     advice = ("look for code that changes this parameter outside of optimizer.step()",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._norms, self._usual = PerName(math.nan), PerName(0.0)  # and the largest change of its logarithm
-        self._versions, self._rates, self._regular = PerName(math.nan), PerName(math.nan), PerName(0.0)
-        self._measured = self._since = self._until = -1  # steps; of what waits for the loss, from and to
-        self._waiting: dict[str, int] = {}  # parameters, and when they were found
-        self._recent: list[float] = []
+    _norms, _usual = carried(PerName(math.nan)), carried(PerName(0.0))  # and the largest change of its logarithm
+    _versions, _rates, _regular = carried(PerName(math.nan)), carried(PerName(math.nan)), carried(PerName(0.0))
+    _measured, _since, _until = carried(-1), carried(-1), carried(-1)  # steps; of what waits for the loss, from and to
+    _waiting = carried(dict[str, int]())  # parameters, and when they were found
+    _recent = carried(list[float]())
 
     def review(self, window: Window) -> Iterable[Finding]:
         signal = "loss" if window.scalar("loss") is not None else "finite_norm"
@@ -323,7 +315,7 @@ class OverwrittenParameter(Rule):
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
             more = (regular >= _REGULAR) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
-                those = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
+                those = [names[i] for i in np.flatnonzero(more) if self.begins(names[i], seen.step)]
                 self._waiting = dict.fromkeys(those, seen.step)
                 self._since, self._until = last, seen.step + _AFTER
                 first = next((name for name in self._waiting if name in moved), None)

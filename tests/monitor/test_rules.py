@@ -22,7 +22,6 @@ from torch import nn
 import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
-from gradstat.rules import MissingGradient
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window
 from gradstat.rules.runner import RuleRunner
@@ -942,11 +941,6 @@ def test_the_newest_rows_keep_no_others_alive() -> None:
     assert rows is not None
     assert rows.newest.steps.tolist() == [2]
     assert not np.shares_memory(rows.newest.raw, rows.raw)
-
-
-def test_steps_of_patience_are_arguments() -> None:
-    assert places(findings(MissingGradient(in_a_row=3), gone(range(4, 7), end=7).windows(32))) == ["warning 4 a.bias"]
-    assert "in_a_row=3" in repr(MissingGradient(in_a_row=3))
 
 
 @pytest.mark.parametrize(
