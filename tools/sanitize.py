@@ -19,7 +19,7 @@ FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast
 # With the sanitizers' checks gcc warns of variables that are in fact initialized.
 HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
 KERNEL_TESTS = ("core/test_conformance.py", "core/test_fuzz.py", "core/test_multiply.py")
-OTHER_TESTS = ("core/test_ops.py", "core/test_host_path.py", "clip", "step")
+OTHER_TESTS = ("core/test_ops.py", "core/test_host_path.py", "clip", "step", "life/test_life_programs.py")
 TENSORS = 20_000
 
 # Measures a float32 tensor that is one element longer than its memory.
