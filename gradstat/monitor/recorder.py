@@ -29,7 +29,7 @@ from gradstat.monitor.probes.model import BackwardOrder, ModelFacts, leaves_of
 from gradstat.monitor.probes.optimizer import OptimizerSteps
 from gradstat.monitor.probes.outputs import Outputs
 from gradstat.monitor.probes.passes import Activations
-from gradstat.monitor.probes.ranks import Batches, Origin, Replicas
+from gradstat.monitor.probes.ranks import Batches, Origin, Reduction, Replicas
 from gradstat.monitor.probes.state import Buffers, OptimizerStates, ParameterValues, Updates, parameters_of
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
 from gradstat.monitor.source import StepSource
@@ -41,8 +41,8 @@ _P = TypeVar("_P", bound=Probe)
 
 # In the order in which they are asked.
 _PROBES: tuple[type[Probe], ...] = (
-    OptimizerSteps, Inputs, Updates, Outputs, Replicas, Batches, ParameterValues, Buffers, OptimizerStates, Activations,
-    ModelFacts,
+    OptimizerSteps, Inputs, Updates, Outputs, Reduction, Replicas, Batches, ParameterValues, Buffers, OptimizerStates,
+    Activations, ModelFacts,
 )  # fmt: skip
 
 

@@ -2,7 +2,15 @@
 
 from gradstat.rules.base import Rule
 from gradstat.rules.beginnings import ConstantWeights, DivergingStart, FarBeginning, HeavyDropout, TinyWeights
-from gradstat.rules.data import BatchRange, ConstantFeature, LabelRange, NonfiniteRank, RepeatedBatch, ReplicaMismatch
+from gradstat.rules.data import (
+    BatchRange,
+    ConstantFeature,
+    LabelRange,
+    NonfiniteRank,
+    RepeatedBatch,
+    ReplicaMismatch,
+    UnreducedGradients,
+)
 from gradstat.rules.finite import (
     NonfiniteActivation,
     NonfiniteBatch,
@@ -32,6 +40,7 @@ RULES: tuple[type[Rule], ...] = (
     # The state it begins with. The optimizer's comes first, since it produced the parameters by its last update.
     OptimizerCoverage,
     GradientsNotZeroed,
+    UnreducedGradients,
     ReplicaMismatch,
     NonfiniteOptimizerState,
     SecondMomentDrop,

@@ -261,10 +261,39 @@ _STUCK = (
 _LOOK = ("compare the samples of two steps, right before the model",)
 
 
+# Steps without a reduction.
+_UNREDUCED = 16
+_NO_SYNC = "DistributedDataParallel.no_sync() is left on, or its require_backward_grad_sync is False"
+
+
+class UnreducedGradients(Rule):
+    """Steps under DDP whose gradients were not averaged over ranks, since the reducer of DDP never ran."""
+
+    name = "unreduced-gradients"
+    severity = "error"
+    causes = (
+        "the module inside of DistributedDataParallel is called, so that the wrapper's own forward pass does not run",
+        _NO_SYNC,
+        "gradients of torch.autograd.grad, which the reducer does not hear of",
+        "gradients that are averaged by hand on purpose: then leave this rule out of rules=",
+    )
+    advice = ("call the DDP model itself, then loss.backward()", "broadcast the parameters of one rank before going on")
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("unreduced"):
+            since, is_no_sync = seen.value
+            steps = seen.step - since
+            if steps >= _UNREDUCED and self.begins("", seen.step):
+                causes = (_NO_SYNC, *(cause for cause in self.causes if cause != _NO_SYNC)) if is_no_sync else None
+                text = f"DDP has reduced no gradient in the last {steps} steps: each rank trains a model of its own"
+                yield self.found(since, "gradients", text, causes=causes, steps=steps)
+
+
 class ReplicaMismatch(_RankRule):
     """Replicas whose parameters differ; needs ``watch={"replicas": n}``."""
 
     name = "replica-mismatch"
+    explained_by = ("unreduced-gradients",)
     causes = (
         "a rank that skipped or took a step alone, by a decision on the host that the other ranks did not make",
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",

@@ -1,5 +1,6 @@
 """A monitor on several ranks: sharded and replicated models, the same findings everywhere."""
 
+import contextlib
 import gc
 import math
 import warnings
@@ -161,3 +162,35 @@ def test_several_ranks_are_told_how_to_find_the_one(watched: bool) -> None:
     monitor.step()
     (advice,) = [finding.advice for finding in monitor.findings if finding.rule == "nonfinite-gradient"]
     assert ('watch={"origin": 1}' in advice[0]) == (not watched)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["healthy", "accumulated", "module", "no_sync", "autograd.grad"])
+@pytest.mark.parametrize("how", ["monitor", "auto"])
+def test_gradients_that_ddp_does_not_reduce_are_told(kind: str, how: str) -> None:
+    net = _model()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = gradstat.auto(model, optimizer, on_anomaly="record") if how == "auto" else None
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record") if handle is None else handle.monitor
+    for _ in range(18):
+        optimizer.zero_grad()
+        x = torch.randn(4, 6)
+        if kind == "accumulated":
+            with model.no_sync():
+                model(x).square().mean().backward()
+        with model.no_sync() if kind == "no_sync" else contextlib.nullcontext():
+            loss = (net if kind == "module" else model)(x).square().mean()
+            if kind == "autograd.grad":
+                parameters = [*net.parameters()]
+                for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    parameter.grad = gradient
+            else:
+                loss.backward()
+        if handle is None:
+            monitor.step(loss)
+        optimizer.step()
+    monitor.detach()
+    told = [finding for finding in monitor.findings if finding.rule == "unreduced-gradients"]
+    assert [finding.step for finding in told] == [0] * (kind not in ("healthy", "accumulated"))
+    assert all(("no_sync()" in finding.causes[0]) == (kind == "no_sync") for finding in told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -51,6 +52,32 @@ class Replicas(Probe):
             from gradstat.distributed import verify_replicas
 
             step.observe("replicas", verify_replicas(self.run.trained.model, what=("parameters",)))
+
+
+class Reduction(Probe):
+    """Whether DDP's reducer has run since the last look: it times each parameter in every backward pass it reduces."""
+
+    watch = "parameters"
+    early = frozenset({16})
+
+    def __init__(self, run: Run, ddp: DistributedDataParallel) -> None:
+        super().__init__(run)
+        self._ddp, self._last_look, self._times = weakref.ref(ddp), 0, ddp.reducer.get_backward_stats()
+
+    @classmethod
+    def of(cls, run: Run) -> Reduction | None:
+        ddp = uncompiled(run.source.wrapper)
+        is_asked = run.settings.periods[cls.watch] and isinstance(ddp, DistributedDataParallel)
+        return cls(run, ddp) if is_asked and not ddp._use_python_reducer else None
+
+    def take(self, step: Pending, named: NamedParameters) -> None:
+        ddp, since = self._ddp(), self._last_look
+        if ddp is None or self.run.source.is_joining():
+            return
+        before, self._times, self._last_look = self._times, ddp.reducer.get_backward_stats(), step.step
+        if before == self._times and any(parameter.grad is not None for parameter in named.parameters):
+            # DDP's forward pass under no_sync() leaves that it need not synchronise parameters.
+            step.observe("unreduced", (since, not ddp.require_forward_param_sync))
 
 
 class Batches(Probe):
