@@ -28,8 +28,8 @@ _FSDP_1 = (
 )
 
 _POLICIES = {
-    "DeepSpeed": ({"skip", "rollback", "replay"}, "whose engine runs the optimizer step itself"),
-    "FSDP 1": ({"skip", "rollback"}, "where each rank sees only its shard, so ranks would decide differently"),
+    "DeepSpeed": ({"skip", "replay"}, "whose engine runs the optimizer step itself"),
+    "FSDP 1": ({"skip"}, "where each rank sees only its shard, so ranks would decide differently"),
 }
 
 
@@ -39,9 +39,7 @@ def engine_name_of(strategy: object) -> str | None:
     return next((engine for kind in kinds for engine, names in _NAMES.items() if kind in names), None)
 
 
-def engine_clips(
-    engine: str | None, asked: AbstractSet[str], max_norm: Limit | None, world_size: int, setting: str
-) -> bool:
+def engine_clips(engine: str | None, asked: AbstractSet[str], max_norm: Limit | None, setting: str) -> bool:
     """Whether the engine clips gradients itself; warns of what cannot be measured under it.
 
     ``setting``, a part of the error message, says how its clip is set. Raises NotImplementedError if no gradients are
@@ -49,17 +47,12 @@ def engine_clips(
     """
     if engine in _REFUSED:
         raise NotImplementedError(_REFUSED[engine])
-    if world_size > 1 and "rollback" in asked:
-        raise NotImplementedError(
-            f"on_anomaly='rollback' on {world_size} ranks: ranks do not coordinate a rollback; use 'skip' or 'stop', "
-            "which they do"
-        )
     if engine is None:
         return False
     policies, why = _POLICIES[engine]
     for policy in sorted(policies & asked):
         raise NotImplementedError(
-            f"on_anomaly={policy!r} cannot be done under {engine}, {why}; use 'warn', 'raise', 'stop' or 'snapshot'"
+            f"on_anomaly={policy!r} cannot be done under {engine}, {why}; use 'warn', 'raise' or 'stop'"
         )
     if max_norm is not None:
         raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")

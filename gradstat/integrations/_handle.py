@@ -51,7 +51,7 @@ class FrameworkSource(StepSource):
     def __init__(self, handle: Handle, model: nn.Module) -> None:
         super().__init__(model, handle.device)
         self._handle, self.model = handle, model
-        self.runs_steps, self.saves = handle.runs_steps, handle.saves
+        self.runs_steps = handle.runs_steps
         self._losses: list[Tensor] = []
         self._turn = 0  # in the last backward pass
 
@@ -78,9 +78,6 @@ class FrameworkSource(StepSource):
 
     def show(self, findings: list[Finding]) -> None:
         self._handle.on_findings(findings)
-
-    def save_checkpoint(self) -> None:
-        self._handle.save_checkpoint()
 
 
 class Watched:
@@ -133,7 +130,6 @@ class Handle:
 
     source = "trainer"  # of model, optimizer and scaler
     runs_steps = False  # the framework's own step can be run again, so a replay needs no function
-    saves = False  # the policy "checkpoint" exists
 
     def __init__(
         self, arguments: Mapping[str, Any], max_norm: Any = None, caller: Any = Monitor, healthy: bool = False
@@ -144,12 +140,12 @@ class Handle:
         refuse_unknown(arguments, caller, Monitor)
         # Where to save and what to replay is of the real monitor.
         checked = {name: value for name, value in arguments.items() if name not in ("save_to", "replay")}
-        settings = Settings.of(**checked, max_norm=max_norm, saves=self.saves)
+        settings = Settings.of(**checked, max_norm=max_norm)
         self.arguments = {**arguments, "rules": settings.rules}
         if arguments.get("save_to") is not None:  # the folder may change before there is a monitor
             self.arguments["save_to"] = path_of(arguments["save_to"], "save_to").absolute()
         self.max_norm = settings.limit
-        self.policies = {name for name in (*POLICIES, "checkpoint") if settings.policies.uses(name)}
+        self.policies = {name for name in POLICIES if settings.policies.uses(name)}
         self.watch = asked_for(arguments.get("watch"))
         if "replay" in self.policies and not self.runs_steps and not callable(arguments.get("replay")):
             raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
@@ -173,9 +169,6 @@ class Handle:
 
     def on_findings(self, findings: list[Finding]) -> None:
         """Shows new findings in the way of the framework."""
-
-    def save_checkpoint(self) -> None:
-        """Carries out the policy ``"checkpoint"``, on all ranks."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"
@@ -201,7 +194,7 @@ class Handle:
 
     def _prepare(self, engine: str | None, world_size: int, device: torch.device, setting: str) -> None:
         """Raises what `engine_clips` raises; afterwards models can be watched."""
-        self._engine_clips = engine_clips(engine, self.policies, self.max_norm, world_size, setting)
+        self._engine_clips = engine_clips(engine, self.policies, self.max_norm, setting)
         self.device = device if world_size > 1 else None
 
     def _attach(

@@ -9,7 +9,7 @@ from gradstat._core.text import printable
 from gradstat._core.warn import warn
 from gradstat.recording.findings import SEVERITIES, Finding
 
-POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
+POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "replay")
 """Names of policies; docs/monitor.md says what each does."""
 
 Policy = str | Callable[[Any, Finding], object]  # a callable gets the `Monitor` and the finding
@@ -32,9 +32,9 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """The policies of ``on_anomaly`` by severity and rule, or the default ones. Each is a callable or in ``names``."""
+    """The policies of ``on_anomaly`` by severity and rule, or the default ones."""
 
-    def __init__(self, on_anomaly: Policies, rules: Sequence[str], names: Sequence[str] = POLICIES) -> None:
+    def __init__(self, on_anomaly: Policies, rules: Sequence[str]) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}
         if isinstance(on_anomaly, Mapping):
             for key, policies in on_anomaly.items():
@@ -43,33 +43,29 @@ class PolicyTable:
                         f"on_anomaly[{key!r}]: expected a severity ({', '.join(SEVERITIES)}) or the name of a rule "
                         f"({', '.join(rules)})"
                     )
-                self._by[key] = _listed(policies, names)
+                self._by[key] = _listed(policies)
         elif on_anomaly is not None:
-            self._by["error"] = _listed(on_anomaly, names)
+            self._by["error"] = _listed(on_anomaly)
             if on_anomaly == "record":
                 self._by["warning"] = ("record",)
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
         return self._by.get(finding.rule, self._by[finding.severity])
 
-    def changed(self, change: Callable[[Policy], Policy]) -> Policies:
-        """The table as ``on_anomaly``, with what ``change`` returns in place of each policy."""
-        return {key: list(map(change, policies)) for key, policies in self._by.items()}
-
     def uses(self, policy: str) -> bool:
         """Whether a policy applies to any severity or rule."""
         return any(policy in policies for policies in self._by.values())
 
 
-def _listed(policies: Any, names: Sequence[str]) -> tuple[Policy, ...]:
+def _listed(policies: Any) -> tuple[Policy, ...]:
     listed = tuple(policies) if isinstance(policies, Iterable) and not isinstance(policies, str) else (policies,)
     for policy in listed:
         if isinstance(policy, str):
-            if policy not in names:
-                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(names)}, or a callable")
+            if policy not in POLICIES:
+                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}, or a callable")
         elif not callable(policy):
             raise TypeError(
-                f"on_anomaly: expected one of {', '.join(names)}, a callable, several of these, or a mapping by "
+                f"on_anomaly: expected one of {', '.join(POLICIES)}, a callable, several of these, or a mapping by "
                 f"severity or rule, got {type(policy).__name__}"
             )
     return listed

@@ -37,7 +37,6 @@ class Reviewer:
         nonfinite_steps: Number of steps, among those read, in which a gradient was not finite.
         findings: All findings so far.
         bad_since: While the steps that are read are not finite, the first of them.
-        healthy_at: The last step that was read and is within all bands; -1 before the first.
         raised: While they are not finite, the finding that was raised as an error: it is to be raised again.
     """
 
@@ -66,11 +65,10 @@ class Reviewer:
         self.new = []
         self.bad_since: int | None = None
         self.raised: Finding | None = None
-        self.healthy_at = -1
         self._last_state_check = [-QUIET, -QUIET]  # last steps with a finite loss, and with another
 
     def drop_pending(self) -> None:
-        """Drops the steps that were not read, because the parameters they were measured with are gone."""
+        """Drops the steps that were not read."""
         self._pending.clear()
 
     def take_new(self) -> list[Finding]:
@@ -121,8 +119,6 @@ class Reviewer:
                 self.bad_since = pending.step
             if self.raised is not None and not self.new:
                 self.new.append(self.raised)
-            if not is_out_of_band:
-                self.healthy_at = pending.step
         return not self.new
 
     def _measure_state(self, pending: Pending) -> None:
