@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from gradstat._core.parameters import Parameters
 from gradstat._step.loss_scale import require_scale
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations._handle import Handle, Watched, require_framework
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
@@ -110,7 +109,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._trainer = trainer
         self._refuse(trainer, pl_module)
         remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
-        self._prepare(engine_name_of(trainer.strategy), trainer.world_size, trainer.strategy.root_device, remedy)
+        self._prepare(trainer.strategy, trainer.world_size, trainer.strategy.root_device, remedy)
         for callback in trainer.checkpoint_callbacks:
             for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also delete old files
                 if hasattr(callback, name):
@@ -157,7 +156,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if len(trainer.optimizers) > 1:
             trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in trained)
-        elif self.watch.get("origin") or engine_name_of(trainer.strategy) == "DeepSpeed":
+        elif self.watch.get("origin") or self._engine_clips:
             model = trainer.strategy.model  # the DDP module, or the engine
         by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
         limit = float(trainer.gradient_clip_val) if by_norm else None
