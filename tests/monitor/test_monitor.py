@@ -340,7 +340,7 @@ def test_a_state_is_not_healthy_while_an_error_lasts() -> None:
 
     @rule("lasting", severity="error")
     def lasting(self: Rule, window: Any) -> list[Finding]:
-        lasts = [step for step in window.steps.tolist() if step >= 3 and self._episodes.record("", step)]
+        lasts = [step for step in window.steps.tolist() if step >= 3 and self.begins("", step)]
         return [self.found(step, "loss", "it lasts") for step in lasts]
 
     model, optimizer, monitor = made(rules=[lasting(), *default_rules()])
