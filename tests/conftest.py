@@ -130,27 +130,27 @@ def emulated_kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
     return EmulatedKernels(kernels_on_host)
 
 
-def _registered(name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def _registered(name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradstat._core import backends
 
     entry = backends.Backend(frozenset({"none"}), frozenset({"cpu"}), lambda _: kernels)
     monkeypatch.setitem(backends.REGISTRY, name, entry)
-    return backends.resolve(name, "cpu")
 
 
 @pytest.fixture
 def emulated(emulated_kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The CUDA kernels on the CPU (tests/helpers/cuda_on_cpu.py), as a backend during a test."""
-    return _registered("emulated", emulated_kernels, monkeypatch)
+    _registered("emulated", emulated_kernels, monkeypatch)
+    return emulated_kernels
 
 
 @pytest.fixture
-def dispatched(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels through torch's dispatcher only, as a backend during a test."""
     from gradstat._core import backends, native
 
     native.load_cpu()
-    return _registered("dispatched", backends.NativeKernels(backends.NOT_COMPILED), monkeypatch)
+    _registered("dispatched", backends.NativeKernels(backends.NOT_COMPILED), monkeypatch)
 
 
 @pytest.fixture(params=DEVICES)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ Clip = Callable[..., Tensor]
 WAYS: list[Clip] = [gradstat.clip_grad_norm_, in_halves]
 both_ways = pytest.mark.parametrize("clip", WAYS, ids=["at once", "in halves"])
 
+NO_FOREACH = "foreach=True was passed, but can't use the foreach API on meta tensors"
 ORDERS = [2.0, math.inf, 1.0, 0.0, 0.5, 3.0, -1.0, -math.inf]
 
 
@@ -159,9 +161,6 @@ def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]
     assert (buffer[:2, ::2] < before[:2, ::2]).all()
 
 
-# The rest of the contract -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ["inf", "1.0", torch.tensor(2), 2])
 def test_order_and_limit_go_through_float(order: object) -> None:
     gradients: list[Tensor | None] = [torch.tensor([3.0, -4.0])]
@@ -178,16 +177,46 @@ def test_empty_gradients_have_no_infinity_norm_as_in_torch() -> None:
     assert gradstat.clip_grad_norm_(parameters_with(gradients), 1.0) == pytest.approx(math.sqrt(2))
 
 
-# Bad input --------------------------------------------------------------------------------------------------
+norm_of, clip_with_norm = gradstat.get_total_norm, gradstat.clip_grads_with_norm_
+GIVEN, META = parameters_with([torch.ones(3)]), parameters_with([torch.zeros(2, device="meta")])
+PAIRS: Any = [torch.ones(1), None]
 
 
-@both_ways
-@pytest.mark.parametrize("limit", [math.nan, -1.0, -1e-30, -math.inf])
-def test_a_negative_or_nan_limit_is_refused_before_anything_changes(limit: float, clip: Clip) -> None:
-    parameters = parameters_with([torch.ones(3)])
-    with pytest.raises(ValueError, match=rf"max_norm is {limit}, which would turn every gradient (around|into NaN)"):
-        clip(parameters, limit)
-    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        *(
+            (
+                clip,
+                (GIVEN, limit),
+                ValueError,
+                rf"max_norm is {limit},.* every gradient (around|into NaN)",
+            )
+            for clip in WAYS
+            for limit in (math.nan, -1.0, -1e-30, -math.inf)
+        ),
+        (clip_with_norm, (GIVEN, 1.0, torch.ones(1)), ValueError, r"0-d tensor for total_norm, got shape \(1,\)"),
+        (clip_with_norm, (GIVEN, 1.0, torch.tensor(1j)), ValueError, "complex64"),
+        (clip_with_norm, (GIVEN, 1.0, "large"), ValueError, "total_norm: expected a number"),
+        (norm_of, (nn.Linear(2, 2),), TypeError, r"tensors, got Linear; pass \[p\.grad for p in module\.parameters"),
+        *((norm_of, (PAIRS, order), TypeError, r"'tensors\[1\]', got None") for order in (2.0, 3.0, math.inf)),
+        (partial(norm_of, foreach=True), (PAIRS,), TypeError, r"'tensors\[1\]', got None"),
+        (norm_of, ([torch.ones(1).long()],), TypeError, r"tensors\[0\].*int64"),
+        (partial(norm_of, backend="native"), (META, 3.0), ValueError, "meta"),
+        (partial(norm_of, backend="fast"), (GIVEN, 3.0), ValueError, "unknown backend"),
+        *(
+            (partial(call, foreach=foreach), (META, 1.0, 1.0)[:count], error, message)
+            for call, count in ((gradstat.clip_grad_norm_, 2), (norm_of, 1), (clip_with_norm, 3))
+            for foreach, error, message in ((True, RuntimeError, NO_FOREACH), (False, ValueError, "^(?!foreach)"))
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_changes(
+    function: Callable[..., object], arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        function(*arguments)
+    assert torch.equal(GIVEN[0].grad, torch.ones(3))  # type: ignore[arg-type]
 
 
 @both_ways
@@ -202,23 +231,6 @@ def test_infinite_max_norm_only_measures(where: tuple[str, str], clip: Clip) -> 
         torch.testing.assert_close(norm, torch.cat([gradient, expanded.flatten()]).norm(), equal_nan=True)
         torch.testing.assert_close(parameters[0].grad, gradient, rtol=0, atol=0, equal_nan=True)
         assert parameters[0].grad._version == version  # type: ignore[union-attr]
-
-
-def test_foreach_is_refused_where_torch_has_none() -> None:
-    (parameter,) = parameters_with([torch.zeros(2, device="meta")])
-    calls: list[Callable[..., object]] = [
-        lambda **options: gradstat.clip_grad_norm_([parameter], 1.0, **options),
-        lambda **options: gradstat.get_total_norm([parameter], **options),
-        lambda **options: gradstat.clip_grads_with_norm_([parameter], 1.0, 1.0, **options),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tens"):
-            call(foreach=True)
-        with pytest.raises(ValueError, match=r"^(?!foreach)"):
-            call(foreach=False)
-
-
-# The halves -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,23 +274,19 @@ def test_the_norm_may_be_a_number(where: tuple[str, str]) -> None:
 
 
 @pytest.mark.cuda
-def test_the_norm_may_be_on_another_device() -> None:
+def test_tensors_and_norms_may_be_on_several_devices() -> None:
     for gradient_device, norm_device in (("cpu", "cuda"), ("cuda", "cpu")):
         (parameter,) = parameters_with([torch.tensor([3.0, 4.0], device=gradient_device)])
         torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # delays the norm
         gradstat.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0, device=norm_device) * 1.0)
         torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8], device=gradient_device))
-
-
-@pytest.mark.cuda
-def test_tensors_on_several_devices_have_one_norm() -> None:
     late = torch.zeros(1 << 24, device="cuda")
     torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # delays the GPU's table
     late.fill_(1.0)
-    assert gradstat.get_total_norm([torch.full((1,), 3 * 2.0**12), late]).item() == pytest.approx(
-        2.0**12 * math.sqrt(10)
-    )
-    assert gradstat.stats([torch.zeros(1), late])[1, gradstat.FIELDS.index("sum")] == 1 << 24
+    norm = gradstat.get_total_norm([torch.full((1,), 3 * 2.0**12), late]).item()
+    assert norm == pytest.approx(2.0**12 * math.sqrt(10))
+    report = gradstat.check_tensors([torch.zeros(1), late])
+    assert [(stats.sum, stats.device.type) for stats in report] == [(0, "cpu"), (1 << 24, "cuda")]
 
 
 def test_lazily_conjugated_gradients_are_scaled(where: tuple[str, str]) -> None:
@@ -294,48 +302,19 @@ def test_lazily_conjugated_gradients_are_scaled(where: tuple[str, str]) -> None:
     torch.testing.assert_close(parameter.grad.resolve_conj(), expected / 2)
 
 
-def test_what_is_not_a_list_of_tensors_is_refused() -> None:
-    one, meta = torch.ones(1), torch.ones(1, device="meta")
-    pairs = [one, None]
-    for given, options, error, message in (
-        (nn.Linear(2, 2), {}, TypeError, r"expected tensors, got Linear; pass \[p\.grad for p in module\.parameters"),
-        *((pairs, {"norm_type": order}, TypeError, r"'tensors\[1\]', got None") for order in (2.0, 3.0, math.inf)),
-        (pairs, {"foreach": True}, TypeError, r"'tensors\[1\]', got None"),
-        ([one.long()], {}, TypeError, r"tensors\[0\].*int64"),
-        ([meta], {"norm_type": 3, "backend": "native"}, ValueError, "meta"),
-        ([one], {"norm_type": 3, "backend": "fast"}, ValueError, "unknown backend"),
-    ):
-        with pytest.raises(error, match=message):
-            gradstat.get_total_norm(given, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("total_norm", "message"),
-    [
-        (torch.ones(1), r"0-d tensor for total_norm, got shape \(1,\)"),
-        (torch.tensor(1j), "complex64"),
-        ("large", "total_norm: expected a number"),
-    ],
-    ids=["one dimension", "complex", "text"],
-)
-def test_bad_norms_are_refused_before_anything_changes(total_norm: Any, message: str) -> None:
-    parameters = parameters_with([torch.ones(3)])
-    with pytest.raises(ValueError, match=message):
-        gradstat.clip_grads_with_norm_(parameters, 1.0, total_norm)
-    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
-
-
 @pytest.mark.cuda
-def test_a_clip_joins_a_cuda_graph_and_follows_its_gradients() -> None:
+def test_checks_and_clips_join_a_cuda_graph_and_follow_its_gradients() -> None:
     (parameter,) = parameters_with([torch.ones(5000, device="cuda")])
     gradient = parameter.grad
     gradstat.clip_grad_norm_([parameter], 5.0, backend="native")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        table = gradstat.stats([gradient], backend="native")
         norm = gradstat.clip_grad_norm_([parameter], 5.0, backend="native")
     for value in (2.0, 0.01):
         gradient.fill_(value)
         graph.replay()
+        assert table[0, gradstat.FIELDS.index("max")].item() == pytest.approx(value)
         expected = value * 5000**0.5
         assert norm.item() == pytest.approx(expected, rel=1e-6)
         torch.testing.assert_close(gradient, torch.full_like(gradient, value * min(1.0, 5.0 / expected)))

@@ -1,4 +1,4 @@
-"""The rules of adaptive clips in every backend, and in a block of the CUDA kernel, against plain torch."""
+"""The rules of adaptive clips in every backend, and in a block of the CUDA kernel, against plain Python and torch."""
 
 import math
 from typing import Any, cast
@@ -22,9 +22,7 @@ NUMBERS = (0.0, 0.5, 2.0, -1.0, 1e300, -1e300, 2.0**63, math.nan, math.inf, -mat
 AROUND = 64  # elements of memory on both sides of a tensor, which nothing may write
 
 
-def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:
-    for step, (own, expected) in enumerate(decisions):
-        torch.testing.assert_close(own, expected, rtol=1e-11, atol=0, equal_nan=True, msg=lambda m, s=step: f"{s}: {m}")
+def assert_same_state(ours: AdaptiveClip, theirs: AdaptiveClip) -> None:
     own, expected = (clip.state_dict()["tensors"] for clip in (ours, theirs))
     torch.testing.assert_close(own, expected, rtol=1e-11, atol=0, equal_nan=True)
 
@@ -39,51 +37,92 @@ def norms(steps: int) -> list[float]:
     return cast(list[float], drawn.tolist())
 
 
-@pytest.mark.parametrize(
-    ("make", "steps"),
-    [
-        (lambda: FixedClip(1.2, window=3), 100),
-        (lambda: AutoClip(95.5, window=7), 120),
-        (lambda: AutoClip(10, window=256), 300),  # as many norms as a block has threads
-        (lambda: AutoClip(37.21, window=257), 300),
-        (lambda: AutoClip(0, window=2), 100),
-        (lambda: AutoClip(100), 100),
-        (lambda: ZClip(), 300),
-        (lambda: ZClip(1.5, 0.9, 5, "threshold"), 100),
-        (lambda: ZClip(1.0, 0.5, 2, "mean", 1.1), 100),
-    ],
-)
-@pytest.mark.parametrize("where", BY_KERNELS, indirect=True, ids="-".join)
-def test_the_same_norms_give_the_same_decisions(
-    make: Any, steps: int, kernels: Kernels, where: tuple[str, str]
+def fixed(norms: list[float], max_norm: float) -> list[float]:
+    return [min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0 for norm in norms]
+
+
+def autoclip(norms: list[float], percentile: float, window: int) -> list[float]:
+    multipliers, history = [], []
+    for norm in norms:
+        if not 0 < norm < math.inf:
+            multipliers.append(1.0)
+            continue
+        history.append(norm)
+        multipliers.append(min(1.0, float(np.percentile(history[-window:], percentile)) / norm))
+    return multipliers
+
+
+def zclip(norms: list[float], z_threshold: float, alpha: float, warmup: int, to: str, max_norm: float) -> list[float]:
+    multipliers, first, in_a_row = [], [], 0
+    mean = variance = 0.0
+    for norm in norms:
+        if not 0 < norm < math.inf:
+            multipliers.append(1.0)
+            continue
+        target = norm
+        is_outlier = len(first) == warmup and norm - mean > z_threshold * math.sqrt(variance)
+        if is_outlier and in_a_row == 25:
+            first, is_outlier = [], False
+        in_a_row = in_a_row + 1 if is_outlier else 0
+        if len(first) < warmup:
+            first.append(norm)
+            mean, variance = float(np.mean(first)), float(np.var(first))
+        else:
+            if is_outlier:
+                share = z_threshold * math.sqrt(variance) / (norm - mean)
+                z_target = {"reciprocal": z_threshold * share, "threshold": z_threshold, "mean": 0.0}[to]
+                target = mean + z_target * math.sqrt(variance)
+            mean = alpha * mean + (1 - alpha) * target
+            variance = alpha * variance + (1 - alpha) * (target - mean) ** 2
+        multipliers.append(min(1.0, min(target, max_norm) / norm))
+    return multipliers
+
+
+NORM_CLIPS: list[tuple[Any, Any, int]] = [
+    (lambda: FixedClip(1.2, window=3), lambda norms: fixed(norms, 1.2), 100),
+    (lambda: FixedClip(1e-9), lambda norms: fixed(norms, 1e-9), 100),
+    (lambda: AutoClip(95.5, window=7), lambda norms: autoclip(norms, 95.5, 7), 120),
+    (lambda: AutoClip(10, window=256), lambda norms: autoclip(norms, 10, 256), 300),  # as many as a block has threads
+    (lambda: AutoClip(37.21, window=257), lambda norms: autoclip(norms, 37.21, 257), 300),
+    (lambda: AutoClip(0, window=2), lambda norms: autoclip(norms, 0, 2), 100),
+    (lambda: AutoClip(100), lambda norms: [1.0] * len(norms), 100),
+    (lambda: ZClip(), lambda norms: zclip(norms, 2.5, 0.97, 25, "reciprocal", math.inf), 300),
+    (lambda: ZClip(1.5, 0.9, 5, "threshold"), lambda norms: zclip(norms, 1.5, 0.9, 5, "threshold", math.inf), 100),
+    (lambda: ZClip(1.0, 0.5, 2, "mean", 1.1), lambda norms: zclip(norms, 1.0, 0.5, 2, "mean", 1.1), 100),
+]
+
+
+@pytest.mark.parametrize(("make", "rule", "steps"), NORM_CLIPS, ids=[repr(make()) for make, *_ in NORM_CLIPS])
+@pytest.mark.parametrize("where", DECIDING, indirect=True, ids="-".join)
+def test_multipliers_follow_the_formula(
+    make: Any, rule: Any, steps: int, kernels: Kernels, where: tuple[str, str]
 ) -> None:
+    """A step that is skipped never was, and all backends keep the same state."""
     ours, theirs, reference = make(), make(), backends.resolve("reference", where[1])
-    decisions = []
-    for step, norm in enumerate(norms(steps)):
-        given = torch.tensor(norm, dtype=torch.float64, device=where[1])
+    given, multipliers = norms(steps), []
+    for step, norm in enumerate(given):
+        value = torch.tensor(norm, dtype=torch.float64, device=where[1])
+        if step % 11 == 5:
+            given[step] = math.nan  # which the formulas leave out
         skip = torch.tensor(float(step % 11 == 5), device=where[1])
-        decisions.append((decide(ours, kernels, given, skip=skip), decide(theirs, reference, given, skip=skip)))
-    assert_alike(ours, theirs, decisions)
-    assert sum(own[0] < 1 for own, _ in decisions) > 10 or "percentile=100" in repr(ours)
+        multipliers.append(decide(ours, kernels, value, skip=skip)[0].item())
+        if step % 11 != 5 or not math.isfinite(norm):  # that is counted
+            decide(theirs, reference, value)
+    assert multipliers == pytest.approx(rule(given), rel=1e-9)
+    assert sum(multiplier < 1 for multiplier in multipliers) > 10 or "percentile=100" in repr(ours)
+    assert_same_state(ours, theirs)
 
 
 @pytest.mark.parametrize("where", DECIDING, indirect=True, ids="-".join)
 def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels, where: tuple[str, str]) -> None:
     """Against numpy.percentile, for a window that has wrapped around."""
-    window, kept = 2500, norms(6000)
-    clip = AutoClip(90, window)
+    window, clip = 2500, AutoClip(90, 2500)
     decide(clip, kernels, torch.tensor(1.0, dtype=torch.float64, device=where[1]))
-    held = [norm for norm in kept if math.isfinite(norm)][: window + 700]
-    clip.load_state_dict(
-        {
-            "rule": "AutoClip",
-            "tensors": {
-                "norms": torch.tensor((held[-700:] + held[700:window])[:window], dtype=torch.float64),
-                "totals": torch.tensor([window + 700.0, 0, 0, 0, 0], dtype=torch.float64),
-                "smallest": torch.tensor(1.0, dtype=torch.float64),
-            },
-        }
-    )
+    held = [norm for norm in norms(6000) if math.isfinite(norm)][: window + 700]
+    state = clip.state_dict()
+    state["tensors"]["norms"].copy_(torch.tensor(held[-700:] + held[700:window], dtype=torch.float64))
+    state["tensors"]["totals"][0] = window + 700
+    clip.load_state_dict(state)
     expected = np.percentile([*held[-700:], 1e9, *held[701:window]], 90)
     multiplier = decide(clip, kernels, torch.tensor(1e9, dtype=torch.float64, device=where[1]))[0]
     assert multiplier.item() == pytest.approx(expected / 1e9, rel=1e-12)
@@ -98,7 +137,7 @@ def test_the_same_rows_give_the_same_decisions(
 ) -> None:
     ours, theirs, reference = make(), make(), backends.resolve("reference", where[1])
     by = None if factor is None else torch.tensor(factor, device=where[1])
-    decisions = []
+    has_clipped = False
     for step in range(9):
         generator = torch.Generator().manual_seed(step)
         gradients = [torch.randn(3, generator=generator) * (1 + step % 3) for _ in range(count)]
@@ -108,10 +147,12 @@ def test_the_same_rows_give_the_same_decisions(
         if isinstance(ours, AGC):
             weights = gradstat.stats([torch.randn(4, generator=generator) for _ in range(count)]).to(where[1])
         skip = torch.tensor(float(step == 6), device=where[1])
-        decided = [decide(clip, by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
-        decisions.append((decided[0], decided[1]))
-    assert_alike(ours, theirs, decisions)
-    assert any((own < 1).any() for own, _ in decisions)
+        own = decide(ours, kernels, table, weights, by, skip)
+        expected = decide(theirs, reference, table, weights, by, skip)
+        torch.testing.assert_close(own, expected, rtol=1e-11, atol=0, equal_nan=True, msg=lambda m, s=step: f"{s}: {m}")
+        has_clipped |= bool((own < 1).any())
+    assert has_clipped
+    assert_same_state(ours, theirs)
 
 
 def without_memory(tensor: Tensor) -> Tensor:
@@ -119,14 +160,9 @@ def without_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-STATE, NORM = torch.zeros(16, dtype=torch.float64), torch.ones((), dtype=torch.float64)
-ROWS = torch.zeros(2, 10, dtype=torch.float64)
-GUARDED = (
-    [0.0, 6.0, 2.0, 10.0, 0.0, math.inf, math.inf],
-    torch.zeros(25, dtype=torch.float64),
-    8,
-    NORM.expand(2).clone(),
-)
+STATE, ROWS = torch.zeros(16, dtype=torch.float64), torch.zeros(2, 10, dtype=torch.float64)
+NORM, HELD = torch.ones((), dtype=torch.float64), torch.zeros(25, dtype=torch.float64)
+GUARDED = [0.0, 6.0, 2.0, 10.0, 0.0, math.inf, math.inf], HELD, 8, NORM.expand(2).clone()
 
 
 @pytest.mark.parametrize(

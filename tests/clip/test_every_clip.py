@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,9 @@ import gradstat
 
 # Norms of 13 are clipped to 1.3; AGC, whose limit depends on the weights, clips all gradients.
 CLIPS: dict[str, Callable[..., Tensor | None]] = {
-    "clip_grad_norm_": lambda parameters, **options: gradstat.clip_grad_norm_(parameters, 1.3, **options),
-    "clip_grad_norm_ that raises": lambda parameters, **options: gradstat.clip_grad_norm_(
-        parameters, 1.3, error_if_nonfinite=True, **options
-    ),
-    "clip_grads_with_norm_": lambda parameters, **options: gradstat.clip_grads_with_norm_(  # type: ignore[func-returns-value]
-        parameters, 1.3, 13.0, **options
-    ),
+    "clip_grad_norm_": partial(gradstat.clip_grad_norm_, max_norm=1.3),
+    "clip_grad_norm_ that raises": partial(gradstat.clip_grad_norm_, max_norm=1.3, error_if_nonfinite=True),
+    "clip_grads_with_norm_": partial(gradstat.clip_grads_with_norm_, max_norm=1.3, total_norm=13.0),
     "FixedClip": lambda parameters, **options: gradstat.FixedClip(1.3).clip_(parameters, **options),
     "AutoClip": lambda parameters, **options: gradstat.AutoClip().clip_(parameters, **options),
     "ZClip": lambda parameters, **options: gradstat.ZClip(max_norm=1.3).clip_(parameters, **options),

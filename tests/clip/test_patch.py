@@ -108,10 +108,12 @@ def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torch
     assert not is_gradstats(norm_before)
 
 
-def test_signatures_and_names_are_torchs() -> None:
+def test_signatures_and_names_are_torchs_and_a_module_is_refused_with_the_remedy() -> None:
     expected = [(f.__name__, f.__doc__, inspect.signature(f)) for f in current()]
     with gradstat.patch_torch():
         assert [(f.__name__, f.__doc__, inspect.signature(f)) for f in current()] == expected
+        with pytest.raises(TypeError, match=r"got Linear; pass \[p\.grad for p in module\.param"):
+            utils.get_total_norm(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def test_an_empty_generator_warns_once_and_points_at_the_caller() -> None:
@@ -172,11 +174,6 @@ def test_other_kinds_of_tensors_are_handed_to_torch() -> None:
         assert utils.clip_grad_norm_([plain, other], 1.0) == float("inf")
         with pytest.raises(TypeError, match="clamp"):
             utils.clip_grads_with_norm_([other], 1.0, 2.0)  # type: ignore[arg-type]
-
-
-def test_a_module_instead_of_tensors_is_refused_with_the_remedy() -> None:
-    with gradstat.patch_torch(), pytest.raises(TypeError, match=r"got Linear; pass \[p\.grad for p in module\.param"):
-        utils.get_total_norm(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def test_a_compiled_function_compiles_torchs_own() -> None:

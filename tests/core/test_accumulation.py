@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from helpers.cuda_counts import Counts, busy_device, count
 from helpers.devices import parameter_with
 from torch import nn
 
@@ -145,24 +144,3 @@ def test_error_and_text_tell_who_when_and_where_also_from_a_pickle() -> None:
     assert repr(report) == "AccumulationReport(4 micro-batches, 9 not finite, first in 0)"
     again = pickle.loads(pickle.dumps(report))
     assert (again.nonfinite_since, str(again)) == (report.nonfinite_since, text)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("backend", ["native", "triton"])
-def test_checks_do_not_wait(backend: str) -> None:
-    model = make_model().cuda()
-    model(torch.randn(4, 3, device="cuda")).square().sum().backward()
-    micro_batches = gradstat.MicroBatches(model, backend=backend)
-
-    def checks() -> None:
-        micro_batches.reset()
-        for _ in range(3):
-            micro_batches.check()
-
-    def step() -> None:
-        busy_device()
-        checks()
-        micro_batches.result()
-
-    assert count(checks) == Counts(launches=3, syncs=0)
-    assert count(step) == Counts(launches=1 + 3, syncs=1)  # when the last report has arrived, all others have

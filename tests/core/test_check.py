@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,43 +173,34 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors() -> None:
 
 
 @pytest.mark.cuda
-def test_several_devices_in_one_report() -> None:
-    report = gradstat.check_tensors({"a": torch.ones(4), "b": torch.ones(9, device="cuda"), "c": torch.zeros(3)})
-    assert [stats.l2_norm for stats in report] == [2.0, 3.0, 0.0]
-    assert [stats.device.type for stats in report] == ["cpu", "cuda", "cpu"]
-
-
-@pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_launches_and_syncs_of_every_call(backend: str) -> None:
     model = trained(make_model().cuda())
     tensors = [parameter.grad for parameter in model.parameters()]
+    micro_batches = gradstat.MicroBatches(model, backend=backend)
+
+    def in_micro_batches() -> None:
+        micro_batches.reset()
+        for _ in range(3):
+            micro_batches.check()
+
+    def on_a_busy_device(*calls: Callable[[], object]) -> None:  # else the numbers may have arrived before the sync
+        busy_device()
+        for call in calls:
+            call()
+
+    check, micro_result = partial(gradstat.check, model, backend=backend), micro_batches.result
     assert count(lambda: gradstat.stats(tensors, backend=backend)) == Counts(launches=1, syncs=0)
     assert count(lambda: gradstat.check_async(model, backend=backend)) == Counts(launches=1, syncs=0)
-
-    def check_while_busy() -> None:  # otherwise the numbers may have arrived before the sync
-        busy_device()
-        gradstat.check(model, backend=backend)
-
-    assert count(check_while_busy) == Counts(launches=1 + 1, syncs=1)
+    assert count(in_micro_batches) == Counts(launches=3, syncs=0)
+    assert count(lambda: on_a_busy_device(check)) == Counts(launches=1 + 1, syncs=1)
+    # When the last report has arrived, all others have.
+    assert count(lambda: on_a_busy_device(in_micro_batches, micro_result)) == Counts(launches=1 + 3, syncs=1)
     for max_norm in (1e-3, 1e9):
         counts = count(lambda m=max_norm: gradstat.clip_grad_norm_(model.parameters(), m, backend=backend))  # type: ignore[misc]
         assert counts.syncs == 0
         if backend == "native":
             assert counts.launches == 2
-
-
-@pytest.mark.cuda
-def test_a_check_joins_a_cuda_graph_and_follows_its_input() -> None:
-    x = torch.ones(5000, device="cuda")
-    gradstat.stats([x], backend="native")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        table = gradstat.stats([x], backend="native")
-    for value in (2.0, 3.0):
-        x.fill_(value)
-        graph.replay()
-        assert table[0, gradstat.FIELDS.index("max")].item() == value
 
 
 def test_sparse_gradients_name_the_row_of_the_parameter() -> None:

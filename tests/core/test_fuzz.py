@@ -2,8 +2,8 @@
 
 import ctypes
 import random
-from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import numerics
 import numpy as np
@@ -12,7 +12,7 @@ import tables
 import torch
 from fuzz import as_rows, run
 from helpers.devices import INTERPRETED
-from helpers.exact import WrongError, assert_rows, square_root
+from helpers.exact import WrongError, assert_rows
 from helpers.fuzz import Batch, Recipe, drawn_recipe
 from helpers.fuzz_operations import OPERATIONS, judge_stats
 
@@ -28,8 +28,8 @@ def test_the_account_is_the_exact_one() -> None:
         batch = Batch([recipe], 3)
         elements = batch.elements()[0]
         squares = sum((Fraction(x) ** 2 for x in elements[np.isfinite(elements).all(1)].flat), Fraction(0))
-        norm = float(batch.exact_stats()[0].norm)
-        assert norm == pytest.approx(square_root(squares), rel=1e-15, abs=0), recipe
+        found = Fraction(*batch.exact_stats()[0].squares.as_integer_ratio())
+        assert abs(found - squares) <= squares / 10**15, recipe
 
 
 @pytest.mark.parametrize("field", gradstat.FIELDS)
@@ -85,27 +85,21 @@ def test_many_tensors_from_a_seed_and_what_was_done_is_told(device: str) -> None
         assert f" {count:,} |" in told
 
 
-# Norms against exact ones: on a few vectors of each kind, the claims of docs/numerics.md ---------------------
-
-
-CPU = torch.device("cpu")
-
-
-def batches(dtype: torch.dtype) -> Iterator[numerics.Batch]:
-    return numerics.batches(dtype, 100, 1)
-
-
 @pytest.fixture(scope="module")
 def known(kernels_on_host: ctypes.CDLL) -> list[numerics.Provider]:
     """All but the backends that are slow without a GPU, and that test_conformance.py compares with exact norms."""
-    providers = numerics.providers(CPU, kernels_on_host)
+    providers = numerics.providers(torch.device("cpu"), kernels_on_host)
     return [each for each in providers if each.name not in ("gradstat triton", "gradstat reference")]
+
+
+def errors_of(dtype: torch.dtype, known: list[numerics.Provider]) -> Any:
+    with progress_bar(1000, "measuring") as progress:
+        return numerics.measure([dtype], 100, 2, known, progress)
 
 
 @pytest.mark.parametrize("dtype", numerics.DTYPES)
 def test_norms_are_as_exact_as_promised(dtype: torch.dtype, known: list[numerics.Provider]) -> None:
-    with progress_bar(1000, "measuring") as progress:
-        errors = numerics.measure([dtype], 100, 2, known, progress)
+    errors = errors_of(dtype, known)
     bound = 1e-14 if dtype in (torch.float64, torch.complex128) else 1e-7
     for (_, kind, name), each in errors.items():
         if name.startswith("gradstat"):
@@ -116,7 +110,6 @@ def test_norms_are_as_exact_as_promised(dtype: torch.dtype, known: list[numerics
 
 
 def test_what_loses_norms_is_seen_to(known: list[numerics.Provider]) -> None:
-    with progress_bar(1000, "measuring") as progress:
-        errors = numerics.measure([torch.float32], 100, 2, known, progress)
+    errors = errors_of(torch.float32, known)
     assert errors[torch.float32, "adversarial", "torch._foreach_norm"].lost > 0
     assert errors[torch.float32, "ordinary", "torch._foreach_norm"].lost == 0

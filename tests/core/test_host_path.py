@@ -40,6 +40,13 @@ def test_ordinary_tensors_are_measured_directly() -> None:
     tensors = ordinary()
     checked, (table, signature) = HELPERS.check(tensors), torch.ops.gradstat.check(ordinary())
     assert (checked[0].shape, checked[1]) == (table.shape, signature)
+    counters = [torch.zeros(3, dtype=torch.int64) for _ in range(2)]
+    short, long = (
+        call(tensors, 0.01, 2.0, torch.tensor(64.0), held)
+        for call, held in zip((HELPERS.measure_step, torch.ops.gradstat.measure_step), counters, strict=True)
+    )
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(short, long, strict=True))
+    assert counters[0].tolist() == counters[1].tolist() == [1, 0, 0]
 
 
 WIDE = torch.full((4, 4), 0.5, dtype=torch.float64)
@@ -55,6 +62,10 @@ def test_numbers_of_another_kind_are_refused() -> None:
         assert not HELPERS.scale_(tensors, factor.float() if is_real else factor)  # type: ignore[arg-type, union-attr]
     for multipliers in MULTIPLIERS:
         assert not HELPERS.scale_each_(tensors, multipliers)  # type: ignore[arg-type]
+    scale, counters = torch.tensor(64.0), torch.zeros(3, dtype=torch.int64)
+    for wrong in ((scale.double(), counters), (scale, counters.float()), (scale, counters[:2])):
+        assert HELPERS.measure_step(tensors, 1.0, 2.0, *wrong) is None  # type: ignore[arg-type]
+    assert not counters.any()
     assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
 
 
@@ -172,16 +183,13 @@ def test_a_list_that_changes_meanwhile_keeps_its_tensors() -> None:
         thread.join()
 
 
-# The plan of a module ----------------------------------------------------------------------------------------
-
-
 def small() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU()), nn.LayerNorm(3))
     model(torch.ones(1, 2)).sum().backward()
     return model
 
 
-def test_a_plan_finds_the_parameters_without_walking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_finds_the_parameters_without_walking_and_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     gradstat.check(model)
     expected = list(model.named_parameters())
@@ -189,13 +197,10 @@ def test_a_plan_finds_the_parameters_without_walking(monkeypatch: pytest.MonkeyP
     named = _plan.named_parameters_of(model)
     assert all(a is b for a, (_, b) in zip(named.parameters, expected, strict=True))
     assert list(named.names()) == [name for name, _ in expected]
-
-
-def test_a_layer_that_was_taken_out_is_freed() -> None:
-    model = small()
-    gradstat.check(model)
+    # A layer that was taken out is freed.
     gone = [weakref.ref(model[1]), weakref.ref(model[1][0]), weakref.ref(model[1][0].weight)]
     model[1] = nn.Identity()
+    del expected, named
     gc.collect()
     assert [reference() for reference in gone] == [None] * 3
 

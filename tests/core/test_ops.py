@@ -90,23 +90,16 @@ def test_clipping_compiles_without_a_break(backend: str, call: str, sizes: tuple
     torch.testing.assert_close([p.grad for p in parameters], [p.grad for p in expected])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"error_if_nonfinite": True},
-        {"norm_type": 3.0},
-        {"norm_type": math.inf},
-        {"backend": "reference"},
-        {"extra_groups": []},
-    ],
-    ids=str,
-)
+NOT_INSIDE: list[dict[str, Any]] = [{"error_if_nonfinite": True}, {"norm_type": 3.0}, {"norm_type": math.inf}]
+NOT_INSIDE += [{"backend": "reference"}, {"extra_groups": []}]
+
+
+@pytest.mark.parametrize("options", NOT_INSIDE, ids=str)
 @pytest.mark.parametrize("clips", [True, False])
 def test_what_clipping_cannot_do_inside_a_graph_is_refused(options: dict[str, Any], clips: bool) -> None:
     torch.compiler.reset()
-    parameter = parameter_with(
-        torch.tensor([3 + 4j])
-    )  # an infinity norm is of moduli, which the kernels do not compute
+    # An infinity norm is of moduli, which the kernels do not compute.
+    parameter = parameter_with(torch.tensor([3 + 4j]))
 
     @torch.compile(fullgraph=True, backend="eager")
     def clip() -> torch.Tensor:
@@ -131,32 +124,28 @@ def test_the_operators_refuse_what_they_cannot_read_in_place(device: str) -> Non
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(3, 4).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)])
-def test_the_operators_refuse_units_that_are_not_contiguous(tensor: torch.Tensor) -> None:
+def test_units_are_row_major_or_refused(tensor: torch.Tensor) -> None:
     """The message has the tensor's index, however many units precede it."""
     for tensors in ([torch.ones(5, 2), tensor], [torch.ones(0, 2), tensor]):
-        with pytest.raises(RuntimeError, match="tensor 1 is not contiguous, but its units must be"):
-            OPS.unit_stats(tensors)
-        count = sum(t.shape[0] for t in tensors)
-        with pytest.raises(RuntimeError, match="tensor 1 is not contiguous, but its units must be"):
-            OPS.scale_units_(tensors, torch.full((count,), 0.5, dtype=torch.float64))
+        halves = torch.full((sum(t.shape[0] for t in tensors),), 0.5, dtype=torch.float64)
+        for call in (OPS.unit_stats, lambda given, halves=halves: OPS.scale_units_(given, halves)):
+            with pytest.raises(RuntimeError, match="tensor 1 is not contiguous, but its units must be"):
+                call(tensors)
         assert all((t == 1).all() for t in tensors)
+    odd = [torch.ones(1, 3).t()[:1], torch.ones(4, 1).t(), torch.ones(3, 0), torch.ones(0, 3), torch.ones(1, 1)]
+    assert OPS.unit_stats(odd)[:, gradstat.FIELDS.index("sum")].tolist() == [1, 4, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("counts", [[2**60], [2**62, 2**62], [2**24, 1]])
 def test_more_units_without_elements_than_memory_has_room_for_are_refused(backend: str, counts: list[int]) -> None:
     kernels, tensors = backends.resolve(backend, "cpu"), [torch.ones(5, 2), *(torch.ones(n, 0) for n in counts)]
-    with pytest.raises(RuntimeError, match="too many units without elements: at most 16777216"):
-        kernels.unit_stats(tensors)
-    with pytest.raises(RuntimeError, match="too many units without elements: at most 16777216"):
-        kernels.scale_units_(tensors, torch.full((5,), 0.5, dtype=torch.float64))
+    halves = torch.full((5,), 0.5, dtype=torch.float64)
+    for call in (kernels.unit_stats, lambda given: kernels.scale_units_(given, halves)):
+        with pytest.raises(RuntimeError, match="too many units without elements: at most 16777216"):
+            call(tensors)
     assert bool((tensors[0] == 1).all())
     assert len(kernels.unit_stats([torch.ones(5, 2), torch.ones(1000, 0)])) == 1005
-
-
-def test_units_of_odd_shapes_that_are_row_major() -> None:
-    tensors = [torch.ones(1, 3).t()[:1], torch.ones(4, 1).t(), torch.ones(3, 0), torch.ones(0, 3), torch.ones(1, 1)]
-    assert OPS.unit_stats(tensors)[:, gradstat.FIELDS.index("sum")].tolist() == [1, 4, 0, 0, 0, 1]
 
 
 def test_nothing_at_all_is_multiplied() -> None:

@@ -55,7 +55,7 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
         assert stats.first_nonfinite == (tuple(bad[0].tolist()) if len(bad) else None)
 
 
-def test_lookup(report: gradstat.Report) -> None:
+def test_lookup_and_order(report: gradstat.Report) -> None:
     assert "scalar" in report
     assert "nothing" not in report
     assert report["scalar"].min == report[10].max == -2.5
@@ -64,9 +64,6 @@ def test_lookup(report: gradstat.Report) -> None:
         report["nothing"]
     with pytest.raises(IndexError):
         report[99]
-
-
-def test_worst_first(report: gradstat.Report) -> None:
     assert [stats.name for stats in report.nonfinite] == ["bad", "layer3.weight", "layer5.weight"]
     assert [stats.name for stats in report.worst(4)][:3] == ["bad", "layer3.weight", "layer5.weight"]
     assert report.worst(1, by="zero_count")[0].name == "layer6.weight"
@@ -78,7 +75,7 @@ def test_worst_first(report: gradstat.Report) -> None:
         report.worst(by="median")
 
 
-def test_numpy_holds_the_same_numbers(report: gradstat.Report) -> None:
+def test_numpy_holds_the_same_numbers_dict_is_json_and_scalars_are_flat_floats(report: gradstat.Report) -> None:
     array = report.to_numpy()
     for record, stats in zip(array, report, strict=True):
         for field in array.dtype.names:
@@ -87,9 +84,6 @@ def test_numpy_holds_the_same_numbers(report: gradstat.Report) -> None:
                 assert record[field] == (pytest.approx(expected, nan_ok=True) if field != "name" else expected), field
         assert (record["first_nonfinite"] == -1) == stats.ok
     assert len(gradstat.check_tensors([]).to_numpy()) == 0
-
-
-def test_dict_is_json_and_scalars_are_flat_floats(report: gradstat.Report) -> None:
     back = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert back["ok"] is False
     assert back["total_norm"] is None

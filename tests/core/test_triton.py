@@ -5,8 +5,8 @@ Without a GPU they run in Triton's interpreter, which is slow: sizes stay near t
 
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -135,45 +135,41 @@ def test_compiled_once() -> None:
         assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
 
-class FakeKernel:
-    """Imitates a Triton kernel, and the compiled kernel that its launch returns, which can be launched as well."""
+def kernel_that_returns(compiled: object) -> Any:
+    """Imitates a Triton kernel, or the compiled kernel that its launch returns, which can be launched as well."""
+    kernel = MagicMock()
+    kernel.__getitem__.return_value.return_value = compiled
+    return kernel
 
-    def __init__(self, returns: object) -> None:
-        self.returns = returns
-        self.launches: list[tuple[object, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        def launch(*arguments: object, **options: object) -> object:
-            self.launches.append((grid, arguments, options))
-            return self.returns
-
-        return launch
+def launches_of(kernel: Any) -> list[tuple[object, tuple[object, ...]]]:
+    calls = zip(kernel.__getitem__.call_args_list, kernel.__getitem__.return_value.call_args_list, strict=True)
+    return [(grid.args[0], launch.args) for grid, launch in calls]
 
 
 def test_the_second_launch_uses_what_the_first_returned() -> None:
-    compiled = FakeKernel(None)
-    kernel = FakeKernel(compiled)
+    compiled = kernel_that_returns(None)
+    kernel = kernel_that_returns(compiled)
     launch = Launcher(kernel, warps=4)
     pointer, number = torch.zeros(4), torch.zeros(3)[1:]
     for programs in (1, 7, 8):
         launch(DEVICE, programs, (pointer,), number, programs)
-    assert [grid for grid, *_ in kernel.launches] == [(1,)]
-    assert kernel.launches[0][2] == {"num_warps": 4, "enable_fp_fusion": _table.FUSE}
-    assert [(grid, arguments[1:]) for grid, arguments, _ in compiled.launches] == [
-        ((7, 1, 1), (number, 7)),
-        ((8, 1, 1), (number, 8)),
-    ]
+    assert [grid for grid, _ in launches_of(kernel)] == [(1,)]
+    options = kernel.__getitem__.return_value.call_args.kwargs
+    assert options == {"num_warps": 4, "enable_fp_fusion": _table.FUSE}
+    told = [(grid, arguments[1:]) for grid, arguments in launches_of(compiled)]
+    assert told == [((7, 1, 1), (number, 7)), ((8, 1, 1), (number, 8))]
     # Each device needs its own compiled code, and so do unaligned pointers.
     launch(torch.device("meta"), 1, (pointer,), number, 1)
     launch(DEVICE, 1, (pointer[1:],), number, 1)
     launch(DEVICE, 1, (pointer,), number, 1)
-    assert (len(kernel.launches), len(compiled.launches)) == (3, 3)
+    assert (len(launches_of(kernel)), len(launches_of(compiled))) == (3, 3)
     # In the interpreter a launch returns nothing, so every one goes through Triton.
-    without = FakeKernel(None)
+    without = kernel_that_returns(None)
     launch = Launcher(without, warps=4)
     for _ in range(3):
         launch(DEVICE, 1, (pointer,), 1)
-    assert len(without.launches) == 3
+    assert len(launches_of(without)) == 3
 
 
 def test_triton_has_the_handle() -> None:

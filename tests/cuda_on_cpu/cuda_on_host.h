@@ -51,11 +51,7 @@ struct Barrier {
 
 class Block {
  public:
-  explicit Block(int threads) : threads_(threads), jumps_(threads), contexts_(threads), started_(threads) {
-    for (int i = 0; i < threads; ++i) stacks_.push_back(std::make_unique<char[]>(kStackBytes));
-    warps_.resize(threads / kWarpSize);
-    exchange_.resize(2 * threads);
-  }
+  explicit Block(int threads) : threads_(threads), warps_(threads / kWarpSize), exchange_(2 * threads) {}
 
   // Runs body() in every thread.
   template <class Body>
@@ -64,12 +60,11 @@ class Block {
     argument_ = &body;
     random_.seed(seed);
     window_ = size_t{1} << random_() % 9;
-    std::fill(started_.begin(), started_.end(), false);
-    left_ = threads_;
-    all_ = {static_cast<size_t>(threads_)};
+    for (Thread& thread : threads_) thread.started = false, thread.parity = 0;
+    left_ = threads_.size();
+    all_ = {threads_.size()};
     for (Barrier& warp : warps_) warp = {kWarpSize};
-    std::fill(parity_, parity_ + kMaxThreads, 0);
-    ready_.resize(threads_);
+    ready_.resize(threads_.size());
     std::iota(ready_.begin(), ready_.end(), 0);
     std::shuffle(ready_.begin(), ready_.end(), random_);
     if (_setjmp(home_) == 0) enter(next());
@@ -91,7 +86,7 @@ class Block {
     static_assert(sizeof(T) <= 8);
     const int lane = current_ % kWarpSize, warp = current_ / kWarpSize;
     // Two buffers in turn suffice: a lane can be one exchange ahead of another, but not two.
-    const int base = (2 * warp + (parity_[current_] ^= 1)) * kWarpSize;
+    const int base = (2 * warp + (threads_[current_].parity ^= 1)) * kWarpSize;
     std::memcpy(&exchange_[base + lane], &value, sizeof(T));
     warp_barrier();
     static T values[kWarpSize];
@@ -101,7 +96,14 @@ class Block {
 
  private:
   static constexpr size_t kStackBytes = 128 * 1024;  // a table in kernel parameters takes 32 KB
-  static constexpr int kMaxThreads = 1024;
+
+  struct Thread {
+    ucontext_t context;
+    jmp_buf jump;
+    bool started;
+    int parity;  // of its exchanges
+    std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
+  };
 
   void wait_at(Barrier& barrier) {
     barrier.waiting.push_back(current_);
@@ -109,7 +111,7 @@ class Block {
       ready_.insert(ready_.end(), barrier.waiting.begin(), barrier.waiting.end());
       barrier.waiting.clear();
     }
-    if (_setjmp(jumps_[current_]) == 0) enter(next());
+    if (_setjmp(threads_[current_].jump) == 0) enter(next());
   }
 
   // One of the last threads that became ready. With a narrow window, a warp runs far ahead of the others.
@@ -122,45 +124,34 @@ class Block {
     return thread;
   }
 
-  [[noreturn]] void enter(int thread) {
-    current_ = thread;
-    threadIdx.x = static_cast<uint32_t>(thread);
-    if (started_[thread]) _longjmp(jumps_[thread], 1);
-    started_[thread] = true;
-    getcontext(&contexts_[thread]);
-    contexts_[thread].uc_stack.ss_sp = stacks_[thread].get();
-    contexts_[thread].uc_stack.ss_size = kStackBytes;
-    contexts_[thread].uc_link = nullptr;
-    makecontext(&contexts_[thread], &Block::start, 0);
-    setcontext(&contexts_[thread]);
+  [[noreturn]] void enter(int number) {
+    Thread& thread = threads_[current_ = number];
+    threadIdx.x = static_cast<uint32_t>(number);
+    if (std::exchange(thread.started, true)) _longjmp(thread.jump, 1);
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStackBytes;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, &Block::start, 0);
+    setcontext(&thread.context);
     std::abort();
   }
 
   static void start();
 
-  int threads_, current_ = 0, left_ = 0;
+  std::vector<Thread> threads_;
+  size_t left_ = 0;
+  int current_ = 0;
   void (*body_)(const void*) = nullptr;
   const void* argument_ = nullptr;
   const char* error_ = nullptr;
   jmp_buf home_;
-  struct Jump {
-    jmp_buf buffer;
-  };
-  struct Jumps {
-    explicit Jumps(int count) : all(count) {}
-    jmp_buf& operator[](int i) { return all[i].buffer; }
-    std::vector<Jump> all;
-  } jumps_;
-  std::vector<ucontext_t> contexts_;
-  std::vector<char> started_;
   std::vector<int> ready_;  // threads that can run, except the current one
   std::minstd_rand random_;
   size_t window_ = 1;
-  std::vector<std::unique_ptr<char[]>> stacks_;
   std::vector<Barrier> warps_;
   Barrier all_;
   std::vector<uint64_t> exchange_;
-  int parity_[kMaxThreads] = {};
 };
 
 inline Block* block = nullptr;
@@ -191,7 +182,7 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   block = &runner;
   gridDim = {blocks};
   std::vector<uint32_t> order(blocks);
-  for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
+  std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(seed);
   std::shuffle(order.begin(), order.end(), random);
   for (const uint32_t number : order) {

@@ -1,6 +1,7 @@
 """Defects planted in the CUDA code, each of which the emulation must notice."""
 
 import ctypes
+import re
 import shutil
 from pathlib import Path
 
@@ -13,43 +14,29 @@ from helpers.exact import FLOAT8, WrongError, assert_rows_match, rounded_product
 from gradstat.adaptive import AutoClip
 from gradstat.adaptive._base import decide
 
-# A file of csrc, a piece of its code, and what replaces that if PLANTED.
+# A file of csrc, and a piece of its code with {what it is|what replaces that if PLANTED}.
 DEFECTS = {
-    "no barrier before rows are merged": (
-        "stats_cuda.cuh",
-        "__syncthreads();\n      set ^= 1;",
-        "if (!PLANTED) __syncthreads();\n      set ^= 1;",
-    ),
-    "rows are replaced while they are merged": ("stats_cuda.cuh", "set ^= 1;", "if (!PLANTED) set ^= 1;"),
+    "no barrier before rows are merged": ("stats_cuda.cuh", "{|if (!PLANTED) }__syncthreads();\n      set ^= 1;"),
+    "rows are replaced while they are merged": ("stats_cuda.cuh", "{|if (!PLANTED) }set ^= 1;"),
     "no barrier before the norm is read": (
         "stats_cuda.cuh",
-        "result[lane] = value;\n  __syncwarp();",
-        "result[lane] = value;\n  if (!PLANTED) __syncwarp();",
+        "result[lane] = value;\n  {|if (!PLANTED) }__syncwarp();",
     ),
     "products are replaced while they are read": (
         "scale_cuda.cuh",
-        "__syncthreads();\n      fill_products",
-        "if (!PLANTED) __syncthreads();\n      fill_products",
+        "{|if (!PLANTED) }__syncthreads();\n      fill_products",
     ),
-    "numbers are replaced while they are reduced": (
-        "decide_cuda.cuh",
-        "barrier();  // until",
-        "if (!PLANTED) barrier();  // until",
-    ),
+    "numbers are replaced while they are reduced": ("decide_cuda.cuh", "{|if (!PLANTED) }barrier();  // until"),
     "a barrier for some": (
         "stats_cuda.cuh",
-        "if (kMultiplies && size_of",
-        "if (PLANTED && tensor % kWarps != warp) continue;\n    if (kMultiplies && size_of",
+        "{|if (PLANTED && tensor % kWarps != warp) continue;\n    }if (kMultiplies && size_of",
     ),
-    "totals that are not set": (
-        "stats_cuda.cuh",
-        "if (lane < kFields) memory.total",
-        "if (!PLANTED && lane < kFields) memory.total",
-    ),
-    "a ticket that stays": ("device.cuh", "atomicInc(ticket, count - 1)", "atomicInc(ticket, count - !PLANTED)"),
-    "a head of the wrong length": ("tile_table.h", "((0 - address) &", "((PLANTED ? address : 0 - address) &"),
-    "half of a warp": ("stats_cuda.cuh", "int distance = 16; distance", "int distance = PLANTED ? 8 : 16; distance"),
+    "totals that are not set": ("stats_cuda.cuh", "if ({|!PLANTED && }lane < kFields) memory.total"),
+    "a ticket that stays": ("device.cuh", "atomicInc(ticket, count - {1|!PLANTED})"),
+    "a head of the wrong length": ("tile_table.h", "(({0 - address|PLANTED ? address : 0 - address}) &"),
+    "half of a warp": ("stats_cuda.cuh", "int distance = {16|PLANTED ? 8 : 16}; distance"),
 }
+CHOICE = re.compile(r"\{([^|{}]*)\|([^{}]*)\}")
 
 
 def run(kernels: EmulatedKernels) -> None:
@@ -71,10 +58,11 @@ def run(kernels: EmulatedKernels) -> None:
 
 def test_defects_are_noticed(tmp_path: Path) -> None:
     csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    for number, (file, code, defect) in enumerate(DEFECTS.values(), 1):
-        text = (csrc / file).read_text()
+    for number, (file, piece) in enumerate(DEFECTS.values(), 1):
+        text, code = (csrc / file).read_text(), CHOICE.sub(r"\1", piece)
         assert text.count(code) == 1
-        (csrc / file).write_text(text.replace(code, defect.replace("PLANTED", f"(planted == {number})")))
+        defect = CHOICE.sub(r"\2", piece).replace("PLANTED", f"(planted == {number})")
+        (csrc / file).write_text(text.replace(code, defect))
     source = tmp_path / "defects.cpp"
     source.write_text('extern "C" {\nint planted = 0;\n}\n#include "launchers.cpp"\n')
     library = compiled(str(source), tmp_path, csrc)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import re
 import warnings
 import weakref
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import gradstat
 from gradstat.distributed import OriginReport, track_origin
@@ -42,24 +44,21 @@ def wrapped(**options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **options)
 
 
-def backward(model: DistributedDataParallel, bad: bool, use_spare: bool = True, value: float = float("nan")) -> None:
-    """In a bad micro-batch one element of last.bias' gradient is nonfinite, and nothing else."""
-    x = torch.randn(3, 4, requires_grad=True)
-    out = model(x, use_spare)
-    loss = out.square().mean()
-    if bad:
-        handle = model.module.last.bias.register_hook(lambda g: torch.cat([g[:1], g.new_full((1,), value)]))
-        loss.backward()
-        handle.remove()
-    else:
-        loss.backward()
+def spoiled_if(bad: bool, bias: nn.Parameter) -> RemovableHandle:
+    """Makes one of the two elements of a bias' gradient NaN from now on."""
+    return bias.register_hook(torch.tensor([1.0, math.nan if bad else 1.0]).mul)
+
+
+def backward(model: DistributedDataParallel, bad: bool, use_spare: bool = True) -> None:
+    """In a bad micro-batch one element of last.bias' gradient is NaN, and nothing else."""
+    handle = spoiled_if(bad, model.module.last.bias)
+    model(torch.randn(3, 4, requires_grad=True), use_spare).square().mean().backward()
+    handle.remove()
 
 
 def told(report: OriginReport, name: str) -> tuple[int | None, int, int | None]:
     return report.rank_of(name), report.nonfinite_ranks(name), report.micro_batch_of(name)
 
-
-# The modes of DDP --------------------------------------------------------------------------------------------
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -145,9 +144,6 @@ def test_a_hook_is_called_with_its_state() -> None:
     assert told(tracker.result(), "last.bias") == (1, 1, 0)
 
 
-# Micro-batches -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mode", "bad", "expected"),
     [
@@ -201,8 +197,7 @@ def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", r"`torch\.jit\.script", DeprecationWarning)
         for number in range(2):
-            spoil = torch.tensor([1.0, float("nan")]) if number == 0 and dist.get_rank() == 1 else torch.ones(2)
-            handle = last.bias.register_hook(spoil.mul)
+            handle = spoiled_if(number == 0 and dist.get_rank() == 1, last.bias)
             with model.no_sync() if number == 0 else contextlib.nullcontext():
                 called(torch.randn(3, 4)).square().mean().backward()
             handle.remove()
@@ -227,9 +222,6 @@ def test_every_reduction_is_a_micro_batch() -> None:
     )
     assert told(report, "last.bias") == (1, 1, 1)
     assert str(report) == text
-
-
-# Reports and messages ----------------------------------------------------------------------------------------
 
 
 ALL = "ALL {} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
@@ -264,9 +256,6 @@ def test_the_error_names_rank_and_parameter_on_every_rank(bad: list[int], who: s
     for line, (name, numel) in zip(lines, (("first", 32), ("last", 16), ("spare", 16)), strict=True):
         assert re.fullmatch(rf"  {name}\.weight: .* of {numel} elements{where}", line)
     assert repr(report) == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
-
-
-# The tracker itself -------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -31,9 +31,6 @@ def checksum(tensor: Tensor) -> int:
     return int(checksums([tensor], CPU).item())
 
 
-# Checksums ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float8_e4m3fn", "complex64", "int64", "uint8"])
 @pytest.mark.parametrize("count", [1, 3, 1001, 40_000])
 def test_every_single_bit_counts(dtype: str, count: int) -> None:
@@ -50,10 +47,12 @@ def test_every_single_bit_counts(dtype: str, count: int) -> None:
     assert checksum(tensor) == before
 
 
+def of_bits(bits: int) -> Tensor:
+    return torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+
+
 def test_different_bits_have_different_checksums() -> None:
     many = torch.arange(float(MANY))
-    nans = [torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001)]
-    signalling = [torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FA00000, 0x7FE00000)]
     for one, other in (
         (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])),
         (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])),
@@ -61,8 +60,8 @@ def test_different_bits_have_different_checksums() -> None:
         (torch.ones(MANY), -torch.ones(MANY)),
         (many, many.roll(MANY // 4)),
         (torch.tensor([True, False]), torch.tensor([True, True])),
-        nans,
-        signalling,
+        (of_bits(0x7FC00000), of_bits(0x7FC00001)),
+        (of_bits(0x7FA00000), of_bits(0x7FE00000)),  # signalling and quiet
     ):
         assert checksum(one) != checksum(other), (one, other)
 
@@ -106,9 +105,6 @@ def test_checksums_are_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPat
         assert torch.equal(checksums(tensors, CPU), expected)
 
 
-# Gradients, parameters, buffers and state ----------------------------------------------------------------------
-
-
 def trained() -> tuple[Any, torch.optim.Optimizer]:
     """A trained model, the same on every rank, as the pool gives all ranks the same seed."""
     model = nn.Sequential(OrderedDict(first=nn.Linear(8, 16), norm=nn.BatchNorm1d(16), last=nn.Linear(16, 2)))
@@ -125,20 +121,6 @@ def flip(tensor: Tensor, bit: int = 0) -> None:
 EVERYTHING = ("gradients", "parameters", "buffers")
 
 
-def agreeing() -> tuple[str, str]:
-    model, optimizer = trained()
-    return str(verify_replicas(model, what=EVERYTHING)), str(verify_replicas(optimizer, what=("state",)))
-
-
-@pytest.mark.parametrize(
-    ("world", "text"),
-    [(1, "nothing to compare: no tensor is replicated"), (4, "{} tensors, bit-identical on all replicas (4 ranks)")],
-)
-def test_equal_replicas_agree(ranks: Ranks, world: int, text: str) -> None:
-    expected = tuple(f"gradstat: {text.format(count)}" for count in (15, 18))
-    assert ranks.run(world, agreeing) == [expected] * world
-
-
 # For each tensor, by name: its kind, and a function that returns it.
 CHANGED: dict[str, tuple[str, Callable[[Any, torch.optim.Optimizer], Tensor]]] = {
     "last.weight": ("gradient", lambda model, _: model.last.weight.grad),
@@ -152,8 +134,7 @@ def expect_drift(culprit: int, name: str, ranks: tuple[int, ...], how: str) -> N
     model, optimizer = trained()
     if dist.get_rank() == culprit:
         flip(CHANGED[name][1](model, optimizer))
-    report = verify_replicas(model, what=EVERYTHING)
-    state = verify_replicas(optimizer, what=("state",))
+    report, state = verify_replicas(model, what=EVERYTHING), verify_replicas(optimizer, what=("state",))
     assert report.compared + state.compared >= 32
     assert report.drifted + state.drifted == (Drift(name, CHANGED[name][0], ranks, how),)
 
@@ -206,13 +187,13 @@ def test_whatever_has_a_gradient_somewhere_is_compared_and_nothing_else() -> Non
     assert drifting.compared == len(drifting.drifted) == 1
 
 
-# Collectives -------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
-def test_agreement_costs_one_small_reduction() -> None:
+def test_agreement_is_told_and_costs_one_small_reduction() -> None:
     """The collectives of a comparison that agrees, of one that differs, and of one with a missing gradient."""
-    model, _ = trained()
+    model, optimizer = trained()
+    reports = verify_replicas(model, what=EVERYTHING), verify_replicas(optimizer, what=("state",))
+    told = [f"gradstat: {count} tensors, bit-identical on all replicas (2 ranks)" for count in (15, 18)]
+    assert list(map(str, reports)) == told
     healthy = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
     if dist.get_rank() == 0:
         flip(model.first.weight)
@@ -256,8 +237,9 @@ def with_buffer(tensor: Tensor) -> nn.Module:
 
 
 @on_ranks(1)
-def test_bad_arguments_get_a_sentence() -> None:
+def test_one_rank_has_no_replicas_and_bad_arguments_get_a_sentence() -> None:
     model, optimizer = trained()
+    assert str(verify_replicas(model)) == "gradstat: nothing to compare: no tensor is replicated"
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     twice = [("a", model.last.bias), ("a", model.last.bias)]
     for target, options, error, match in (
@@ -279,8 +261,6 @@ def test_bad_arguments_get_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"is not initialized; call torch\.distributed\.init_process_group"):
         verify_replicas(model)
 
-
-# Distributed tensors ------------------------------------------------------------------------------------------
 
 # Placements on a mesh of 2 x 2, and the ranks that a change on rank 3, which is at (1, 1), sets apart.
 PLACEMENTS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -331,9 +311,6 @@ def test_a_rank_outside_of_a_mesh_takes_part() -> None:
         flip(tensor.to_local())
     (drift,) = verify_replicas(nn.Parameter(tensor), what="parameters").drifted
     assert drift.ranks == (0, 1)
-
-
-# Batches -----------------------------------------------------------------------------------------------------
 
 
 def seen(batches: list[int]) -> str:
@@ -387,9 +364,6 @@ def test_shape_dtype_structure_and_order_make_a_batch_different() -> None:
             verify_batches({"a": tensor})
     for pair in pairs:
         assert verify_batches(pair[rank]).ok
-
-
-# Missing ranks -------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

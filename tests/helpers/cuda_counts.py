@@ -1,6 +1,6 @@
 """Counts the kernels that a call runs on the GPU and its host syncs, with torch's profiler."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,20 +37,10 @@ def count(call: Callable[[], object]) -> Counts:
         call()
         if on_gpu:
             torch.cuda.synchronize()
-    return counts_of(profiler.events())
-
-
-def counts_of(events: Iterable[Any]) -> Counts:
-    """Counts from profiler events. Annotations (as by ``Optimizer.step``) also appear on the device and are ignored."""
-    listed = list(events)
-    kernels = [
-        event
-        for event in listed
-        if event.device_type == DeviceType.CUDA
-        and not event.is_user_annotation
-        and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    return Counts(len(kernels), sum(event.name in _WAITS for event in listed))
+    # Annotations, as by ``Optimizer.step``, also appear on the device.
+    on_device = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    kernels = [event for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
+    return Counts(len(kernels), sum(event.name in _WAITS for event in profiler.events()))
 
 
 class NoSync(TorchDispatchMode):

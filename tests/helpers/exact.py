@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -28,18 +27,6 @@ COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 EXACT = tuple(name for name in _fields.NAMES if name not in ("sum", "sq_sum", "sq_sum_large", "sq_sum_small"))
 """The fields that are not rounded."""
-
-
-def square_root(total: Fraction) -> float:
-    """The square root of an exact fraction, correctly scaled whatever its size."""
-    if total == 0:
-        return 0.0
-    shift = (total.numerator.bit_length() - total.denominator.bit_length()) // 2
-    scaled = total / Fraction(4) ** shift
-    try:
-        return math.ldexp(math.sqrt(float(scaled)), shift)
-    except OverflowError:
-        return math.inf
 
 
 class ExactStats:

@@ -63,9 +63,6 @@ KIND_OF = {kind.dtype: kind for kind in KINDS}
 FLOAT8 = frozenset(kind.dtype for kind in KINDS if kind.format.bits == 8)
 
 
-# Bits ------------------------------------------------------------------------------------------------------------
-
-
 def special_bits(format: Format) -> list[int]:
     """Both signs of: zero, the ends of the subnormal and the normal range, one, Inf, NaN with several payloads."""
     unit, top = 1 << format.mantissa, ((1 << format.exponent) - 1) << format.mantissa
@@ -142,9 +139,6 @@ FILLS: dict[str, Callable[[Format, np.random.Generator, int], Bits]] = {
 }
 
 
-# Tensors ---------------------------------------------------------------------------------------------------------
-
-
 class Recipe(NamedTuple):
     """Describes one tensor. `skip`: elements of memory before it; `fill`: a name in `FILLS`, or bits to repeat."""
 
@@ -168,9 +162,8 @@ class Recipe(NamedTuple):
     @property
     def is_expanded(self) -> bool:
         """Whether several elements share a memory location."""
-        return self.numel > 0 and any(
-            stride == 0 and size > 1 for size, stride in zip(self.shape, self.strides, strict=True)
-        )
+        dimensions = zip(self.shape, self.strides, strict=True)
+        return self.numel > 0 and any(stride == 0 and size > 1 for size, stride in dimensions)
 
     @property
     def is_dense(self) -> bool:
@@ -251,11 +244,8 @@ class Batch:
         found = []
         for recipe, memory in zip(self.recipes, self.current(), strict=True):
             decoded = decoded_from(recipe.dtype, memory)
-            found.append(
-                decoded[recipe.skip :][: recipe.numel]
-                if recipe.is_dense
-                else view_of(decoded, recipe).reshape(-1, decoded.shape[1])
-            )
+            in_order = decoded[recipe.skip :][: recipe.numel] if recipe.is_dense else view_of(decoded, recipe)
+            found.append(in_order.reshape(-1, decoded.shape[1]))
         return found
 
     def exact_stats(self) -> list[ExactStats]:
@@ -281,17 +271,10 @@ def decoded_from(dtype: torch.dtype, memory: npt.NDArray[np.uint8]) -> Floats:
 
 def view_of(elements: npt.NDArray[Any], recipe: Recipe) -> npt.NDArray[Any]:
     """The elements of the tensor, of ``[elements, parts]`` of its memory: its shape, then parts."""
-    parts, size = elements.shape[1], elements.itemsize
-    if not recipe.numel:
-        return np.empty((*recipe.shape, parts), elements.dtype)
-    strides = [stride * parts * size for stride in recipe.strides]
-    return np.ndarray(
-        (*recipe.shape, parts),
-        elements.dtype,
-        elements.data,
-        recipe.skip * parts * size,
-        (*strides, size),  # type: ignore[arg-type]
-    )
+    strides = [stride * elements.strides[0] for stride in recipe.strides]
+    parts = elements.shape[1], elements.itemsize
+    shape, steps = (*recipe.shape, parts[0]), (*strides, parts[1])
+    return np.lib.stride_tricks.as_strided(elements[recipe.skip :], shape, steps)
 
 
 _SIZES = ((0, 0), (1, 1), (2, 40), (2, 40), (2, 40), (2, 70), (41, 600), (41, 600), (41, 600), (600, 9000))

@@ -30,9 +30,6 @@ def assert_unchanged(batch: Batch, before: Memory, but: Collection[int] = ()) ->
             expect(False, f"byte {at} of the memory", recipe, memory[at], old[at])
 
 
-# Tables and reports ----------------------------------------------------------------------------------------------
-
-
 def judge_stats(batch: Batch, source: random.Random, backend: str) -> None:
     before = batch.memory()
     table = gradstat.stats(batch.tensors, backend=backend)
@@ -132,9 +129,6 @@ def is_scaled_by(backend: str, recipe: Recipe) -> bool:
     return recipe.is_dense and not (backend == "triton" and recipe.dtype in FLOAT8)
 
 
-# Norms and clips -------------------------------------------------------------------------------------------------
-
-
 def norm_of(exact_stats: Sequence[ExactStats], infinity: bool = False) -> float:
     """The norm of all tensors together: NaN if any element is NaN, else Inf if any is."""
     if any(exact.nan_count for exact in exact_stats):
@@ -167,9 +161,7 @@ def assert_norm(norm: Tensor, exact: float, dtypes: Sequence[torch.dtype]) -> No
     if math.isnan(exact):
         return expect(math.isnan(got), "value", "the norm", got, exact)
     slack = tolerance_of(dtypes) + (0.0 if expected == torch.float64 else 2.0**-24)  # a norm may be rounded twice
-    low, high = (
-        torch.tensor(exact * factor, dtype=torch.float64).to(expected).item() for factor in (1 - slack, 1 + slack)
-    )
+    low, high = torch.tensor([exact * (1 - slack), exact * (1 + slack)], dtype=torch.float64).to(expected).tolist()
     return expect(low <= got <= high, "value", "the norm", got, exact)
 
 
@@ -278,6 +270,8 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     numbers = torch.tensor(factor, dtype=torch.float32, device=device)
     is_direct = direct is not backends.NOT_COMPILED
     table = direct.unscale_(tensors, numbers)[0] if is_direct else unscale_(kernels, tensors, numbers)
+    if backend in ("native", "emulated"):  # in one pass
+        expect(torch.equal(table, kernels.check(tensors)[0]), "table", "products", table, "that of a check")
     factor = float(np.float32(factor))
     assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
     exact_stats, recipes = batch.exact_stats(), [batch.recipes[i] for i in chosen]

@@ -114,9 +114,6 @@ def mesh_of(world: int, *names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
 
 
-# Distributed by torch -----------------------------------------------------------------------------------------
-
-
 def _ddp(mesh: DeviceMesh) -> nn.Module:
     # Gradients that are views of one buffer are the harder case.
     return nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True, static_graph=True)
@@ -152,8 +149,6 @@ def _sequence_parallel(mesh: DeviceMesh) -> Any:
         parallelize_module(block, mesh, plan)
     return spread
 
-
-# Distributed by hand, as some trainers do: pieces of an undistributed model and of its gradients ----------------
 
 _Cut: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -254,8 +249,6 @@ def make_layout_and_reference(name: str) -> tuple[Layout, nn.Module]:
     backward(single, set(batches))
     return layout, single
 
-
-# Clips --------------------------------------------------------------------------------------------------------
 
 # Gets a layout, its parameters, the limit and the order of the norm; returns the norm.
 Clip: TypeAlias = Callable[[Layout, list[nn.Parameter], float, float], Any]

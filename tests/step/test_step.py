@@ -7,6 +7,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,26 +15,54 @@ import pytest
 import torch
 from helpers.cuda_counts import NoSync
 from helpers.devices import DEVICES, skip_unless_fused
-from helpers.training import backpropagated
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradstat
 from gradstat import counters
 from gradstat._core import native, norms
-from gradstat._core.measure import compiled_for
 from gradstat._step import optimizers, record
 from gradstat.amp import GradScaler
 
-# Every optimizer of torch, and whether its steps can be skipped on the device.
+
+class OwnStep(torch.optim.AdamW):
+    """Not to be trusted to skip, as its step is not torch's."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(0.1 * parameter.grad)
+
+
+class OwnFused(torch.optim.SGD):
+    """An optimizer of others that keeps torch's contract."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", 0)
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad if divisor is None else parameter.grad / divisor
+            parameter.data.sub_(0.1 * torch.nan_to_num(gradient) * (1 - skip))
+
+
+def in_groups(parameters: Any) -> Optimizer:
+    """A group says otherwise than the defaults."""
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first]}, {"params": others, "fused": False, "lr": 0.05}], fused=True)
+
+
+# Every optimizer of torch and some of others, and whether their steps can be skipped on the device.
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
     "Adam fused": (lambda ps: torch.optim.Adam(ps, lr=0.01, fused=True), True),
     "AdamW fused": (lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True), True),
+    "AdamW fused, a subclass": (lambda ps: type("Sub", (torch.optim.AdamW,), {})(ps, lr=0.01, fused=True), True),
     "AdamW fused amsgrad": (lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True, fused=True), True),
     "Adagrad fused": (lambda ps: torch.optim.Adagrad(ps, lr=0.1, fused=True), True),
     "SGD fused": (lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.1, fused=True), True),
     "SGD fused momentum": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, fused=True), True),
     "SGD fused dampened": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, fused=True), True),
+    "SGD fused by others": (OwnFused, True),
     "ASGD": (lambda ps: torch.optim.ASGD(ps, lr=0.1), False),
     "Adadelta": (lambda ps: torch.optim.Adadelta(ps), False),
     "Adafactor": (lambda ps: torch.optim.Adafactor(ps), False),
@@ -41,6 +70,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
     "Adam": (lambda ps: torch.optim.Adam(ps, lr=0.01), False),
     "Adam foreach": (lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True), False),
     "Adam for-loop": (lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=False), False),
+    "AdamW in groups": (in_groups, False),
+    "AdamW with a step of its own": (OwnStep, False),
     "AdamW": (lambda ps: torch.optim.AdamW(ps, lr=0.01), False),
     "Adamax": (lambda ps: torch.optim.Adamax(ps, lr=0.01), False),
     "LBFGS": (lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3), False),
@@ -77,6 +108,26 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 def spoil(optimizer: Optimizer, bad: float) -> None:
     gradient = optimizer.param_groups[0]["params"][-1].grad
     (gradient._values() if gradient.is_sparse else gradient).view(-1)[1] = bad
+
+
+def backward(
+    model: nn.Module, optimizer: Optimizer, seed: int = 0, bad: Any = None, scaler: Any = None, factor: float = 1.0
+) -> Tensor:
+    """New gradients, of which one element is ``bad``; returns the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, seed) * factor
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if bad is not None:
+        spoil(optimizer, bad)
+    return loss
+
+
+def trained(kind: str, bad: float | None = None, scaler: Any = None) -> tuple[nn.Module, Optimizer]:
+    """A network with gradients and its optimizer."""
+    model = network()
+    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    backward(model, optimizer, 0, bad, scaler)
+    return model, optimizer
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
@@ -117,37 +168,32 @@ def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None
     ours, theirs = make(model.parameters()), make(twin.parameters())
     assert optimizers.honors_found_inf(ours) is honors
     outcomes = []
-    for step in range(8):
-        bad = {0: math.nan, 3: math.inf, 4: -math.inf}.get(step)
 
-        def closure_for(m: nn.Module, o: Optimizer, clips: bool, step: int = step, bad: float | None = bad) -> Tensor:
-            loss = backpropagated(o, loss_of(m, step))
-            if bad is not None:
-                spoil(o, bad)
-            if clips and max_norm is not None:
-                clip_ = gradstat.clip_grad_norm_ if kind == "SparseAdam" else nn.utils.clip_grad_norm_
-                clip_([p for group in o.param_groups for p in group["params"]], max_norm)
-            return loss
+    def evaluate(module: nn.Module, optimizer: Optimizer, step: int, bad: float | None) -> Tensor:
+        loss = backward(module, optimizer, step, bad)
+        if optimizer is theirs and max_norm is not None:
+            clip_ = gradstat.clip_grad_norm_ if kind == "SparseAdam" else nn.utils.clip_grad_norm_
+            clip_([p for group in theirs.param_groups for p in group["params"]], max_norm)
+        return loss
 
+    for step, bad in enumerate([math.nan, None, None, math.inf, -math.inf, None, None, None]):
         before = snapshot(model, ours)
+        closure, plain = partial(evaluate, model, ours, step, bad), partial(evaluate, twin, theirs, step, bad)
         if kind == "LBFGS":
-            result = gradstat.guarded_step(ours, max_norm, closure=lambda: closure_for(model, ours, False))
+            result = gradstat.guarded_step(ours, max_norm, closure=closure)
         else:
-            closure_for(model, ours, False)
+            closure()
             result = gradstat.guarded_step(ours, max_norm)
         outcomes.append(bool(result.skipped))
-        if bad is None:
-            assert result.total_norm.isfinite()
-            if kind == "LBFGS":
-                theirs.step(lambda: closure_for(twin, theirs, True))
-            else:
-                closure_for(twin, theirs, True)
-                theirs.step()
-        else:
-            assert not result.total_norm.isfinite()
-            after = snapshot(model, ours)
+        assert bool(result.total_norm.isfinite()) is (bad is None)
+        if bad is not None:
             assert is_as_before(model, before[0])
-            assert_same_state(after[1], before[1])
+            assert_same_state(ours.state_dict(), before[1])
+        elif kind == "LBFGS":
+            theirs.step(plain)
+        else:
+            plain()
+            theirs.step()
         assert_same_parameters(model, twin, rtol=2e-5, atol=1e-6)
         assert_same_state(ours.state_dict(), theirs.state_dict())
     assert outcomes == [True, False, False, True, True, False, False, False]
@@ -164,12 +210,10 @@ FUSED = [name for name, (_, honors) in OPTIMIZERS.items() if honors and "dampene
 def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record.StepRecord, "on_host", lambda self: pytest.fail("a host sync"))
     monkeypatch.setattr(record.StepRecord, "is_known_noop", False)
-    model = network()
-    optimizer = OPTIMIZERS[kind][0](model.parameters())
     scaler, guard = GradScaler("cpu") if scaling else None, gradstat.SpikeGuard(window=4)
+    model, optimizer = trained(kind, scaler=scaler)
     for max_norm in (0.1, gradstat.AutoClip(), *[1.0] * 6):
-        loss = loss_of(model, 0)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        loss = backward(model, optimizer, scaler=scaler)
         guarded: dict[str, Any] = {"loss": loss, "guard": guard} if max_norm == 1.0 else {}
         with NoSync():
             result = gradstat.guarded_step(optimizer, max_norm, scaler=scaler, **guarded)
@@ -182,29 +226,21 @@ def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: py
 
 def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record.StepRecord, "on_host", lambda self: pytest.fail("a host sync"))
-    model = network()
-    optimizer = torch.optim.RMSprop(model.parameters())
-    loss_of(model, 0).backward()
-    spoil(optimizer, math.nan)
+    model, optimizer = trained("RMSprop", bad=math.nan)
     result = gradstat.guarded_step(optimizer, 1.0, skip_nonfinite=False)
     assert not result.skipped
     assert result.counters.read() == gradstat.StepCounts(1, 0, 0)
     assert all(parameter.isnan().all() for parameter in model.parameters())
 
 
-# Other arguments, dtypes and backends -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
 def test_a_closure_is_evaluated_once_and_its_loss_returned(kind: str) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    model, optimizer = trained(kind)
     seen = []
 
     def closure() -> Tensor:
-        loss = backpropagated(optimizer, loss_of(model, 0))
-        seen.append(loss)
-        return loss
+        seen.append(backward(model, optimizer))
+        return seen[-1]
 
     with torch.no_grad():
         result = gradstat.guarded_step(optimizer, 1.0, closure=closure)
@@ -220,10 +256,7 @@ def test_lbfgs_goes_back_if_a_later_evaluation_is_not_finite() -> None:
     def closure() -> Tensor:
         nonlocal evaluations
         evaluations += 1
-        loss = backpropagated(optimizer, loss_of(model, 0))
-        if evaluations in (7, 8):
-            spoil(optimizer, math.nan)
-        return loss
+        return backward(model, optimizer, bad=math.nan if evaluations in (7, 8) else None)
 
     assert not gradstat.guarded_step(optimizer, closure=closure).skipped
     before = snapshot(model, optimizer)
@@ -255,72 +288,22 @@ def test_differentiable_optimizers_step_as_after_torchs_clip() -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_groups_may_say_otherwise_than_the_defaults() -> None:
-    weights, biases = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(2))]
-    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "fused": False, "lr": 0.5}], fused=True)
-    assert not optimizers.honors_found_inf(optimizer)
-    for parameter in (*weights, *biases):
-        parameter.grad = torch.full_like(parameter, math.nan)
-    assert gradstat.guarded_step(optimizer).skipped
-    for parameter in (*weights, *biases):
-        parameter.grad = torch.ones_like(parameter)
-    assert not gradstat.guarded_step(optimizer).skipped
-    assert weights[0][0].item() == pytest.approx(1 - 1e-3 - 1e-5, rel=1e-5)
-    assert biases[0][0].item() == pytest.approx(0.5 - 0.5 * 0.01, rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
 def test_schedulers_advance_as_told_and_do_not_complain(kind: str) -> None:
-    model = network()
-    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    model, optimizer = trained(kind)
     rate = optimizer.param_groups[0]["lr"]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
-        loss_of(model, step).backward()
-        spoil(optimizer, math.nan)
+        backward(model, optimizer, step, bad=math.nan)
         assert gradstat.guarded_step(optimizer, 1.0).skipped
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate / 8)
 
 
-def test_a_subclass_with_a_step_of_its_own_is_not_trusted() -> None:
-    class Wild(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.sub_(parameter.grad)
-
-    parameter = nn.Parameter(torch.ones(3))
-    fused = torch.optim.AdamW([parameter], fused=True)
-    again = pickle.loads(pickle.dumps(fused))
+def test_a_pickled_optimizer_is_trusted_still() -> None:
+    again = pickle.loads(pickle.dumps(torch.optim.AdamW(network().parameters(), fused=True)))
     assert not hasattr(again, "_step_supports_amp_scaling")
-    for trusted in (again, type("Tame", (torch.optim.AdamW,), {})([parameter], fused=True)):
-        assert optimizers.honors_found_inf(trusted)
-    wild = Wild([parameter])
-    parameter.grad = torch.tensor([1.0, math.nan, 1.0])
-    assert gradstat.guarded_step(wild).skipped
-    assert torch.equal(parameter, torch.ones(3))
-
-
-def test_an_optimizer_of_others_that_keeps_torchs_contract_is_trusted() -> None:
-    class Theirs(Optimizer):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    keep = 1 - self.found_inf  # type: ignore[attr-defined]
-                    gradient = torch.nan_to_num(parameter.grad / self.grad_scale)  # type: ignore[attr-defined]
-                    parameter.data.sub_(gradient * keep)
-
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = Theirs([parameter], {})
-    parameter.grad = torch.tensor([3.0, 4.0])
-    gradstat.guarded_step(optimizer, 1.0)
-    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8]))
-    parameter.grad = torch.tensor([math.inf, 4.0])
-    assert gradstat.guarded_step(optimizer, 1.0).skipped
-    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8]))
+    assert optimizers.honors_found_inf(again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -350,14 +333,8 @@ def test_every_dtype_and_backend(dtype: torch.dtype, fused: bool, where: tuple[s
     assert result.counters.read(wait=True) == gradstat.StepCounts(3, 1, 0)
 
 
-# The result -------------------------------------------------------------------------------------------------
-
-
 def test_the_report_has_the_gradients_as_they_were_under_the_models_names() -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    loss_of(model, 0).backward()
-    spoil(optimizer, math.inf)
+    model, optimizer = trained("AdamW fused", bad=math.inf)
     expected = gradstat.check(model)
     report = gradstat.guarded_step(optimizer, 1e-3, model=model).report.result()
     assert str(report) == str(expected)
@@ -369,11 +346,9 @@ def test_the_report_has_the_gradients_as_they_were_under_the_models_names() -> N
 
 
 def test_a_result_keeps_no_gradient_and_nothing_the_counters_alive() -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = trained("AdamW fused")
     with pytest.raises(KeyError, match=r"has not been stepped by gradstat\.guarded_step yet"):
         gradstat.step_counters(optimizer)
-    loss_of(model, 0).backward()
     gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
     result = gradstat.guarded_step(optimizer, 1.0, model=model)
     report = result.report
@@ -405,8 +380,6 @@ def test_without_gradients_nothing_happens_and_the_counters_stay_where_they_are(
         assert gradstat.guarded_step(stepped, **options).counters is made  # type: ignore[arg-type]
 
 
-# With an adaptive clip --------------------------------------------------------------------------------------
-
 CLIPS: dict[str, Callable[[], gradstat.adaptive.AdaptiveClip]] = {
     "FixedClip": lambda: gradstat.FixedClip(0.5),
     "AutoClip": lambda: gradstat.AutoClip(50),
@@ -414,17 +387,15 @@ CLIPS: dict[str, Callable[[], gradstat.adaptive.AdaptiveClip]] = {
     "AdaGC": lambda: gradstat.AdaGC(warmup=2),
     "AGC": lambda: gradstat.AGC(0.1),
 }
+STEPPED_BY_CLIPS = [
+    (kind, rule, ("none", "step", "unscale and clip")[(i + j) % 3])
+    for i, kind in enumerate(("AdamW fused", "SGD", "SGD fused momentum", "SGD fused dampened"))
+    for j, rule in enumerate(CLIPS)
+]
 
 
 @pytest.mark.usefixtures("_poisoned")  # a skipped first step leaves no garbage in the momentum of a fused SGD
-@pytest.mark.parametrize(
-    ("kind", "rule", "scaling"),
-    [
-        (kind, rule, ("none", "step", "unscale and clip")[(i + j) % 3])
-        for i, kind in enumerate(("AdamW fused", "SGD", "SGD fused momentum", "SGD fused dampened"))
-        for j, rule in enumerate(CLIPS)
-    ],
-)
+@pytest.mark.parametrize(("kind", "rule", "scaling"), STEPPED_BY_CLIPS)
 def test_adaptive_clips_step_as_they_clip_alone(kind: str, rule: str, scaling: str, device: str) -> None:
     model = network(device)
     twin = copy.deepcopy(model)
@@ -434,15 +405,8 @@ def test_adaptive_clips_step_as_they_clip_alone(kind: str, rule: str, scaling: s
     scaler = None if scaling == "none" else GradScaler(device, init_scale=2.0**12, growth_interval=3)
     for step in range(9):
         bad = math.nan if step in (0, 5) else None
-        ours.zero_grad()
-        theirs.zero_grad()
-        loudness = 10.0 if step == 7 else 1.0
-        loss = loss_of(model, step) * loudness
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        (loss_of(twin, step) * loudness).backward()
-        if bad is not None:
-            spoil(ours, bad)
-            spoil(theirs, bad)
+        for module, optimizer, by in ((model, ours, scaler), (twin, theirs, None)):
+            backward(module, optimizer, step, bad, by, 10.0 if step == 7 else 1.0)
         if scaling == "unscale and clip":
             norm = scaler.unscale_and_clip_(ours, mine)
             scaler.step(ours)
@@ -486,14 +450,9 @@ def test_what_a_clip_refuses_is_no_step(guarded: bool) -> None:
         assert before is None or str(clip.state_dict()) == before
 
 
-# With a loss scaler -----------------------------------------------------------------------------------------
-
-
 def test_what_unscaling_found_counts_though_it_was_mended_since() -> None:
-    model, scaler = network(), torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    scaler.scale(loss_of(model, 0)).backward()
-    spoil(optimizer, math.nan)
+    scaler = torch.amp.GradScaler("cpu")
+    model, optimizer = trained("AdamW fused", math.nan, scaler)
     scaler.unscale_(optimizer)
     spoil(optimizer, 0.0)
     before = copy.deepcopy(model.state_dict())
@@ -506,14 +465,10 @@ def test_what_unscaling_found_counts_though_it_was_mended_since() -> None:
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
 def test_a_useless_scale_skips(scale: float, kind: str) -> None:
-    model, scaler = network(), torch.amp.GradScaler("cpu")
-    optimizer = OPTIMIZERS[kind][0](model.parameters())
-    scaler.scale(loss_of(model, 0)).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    _, optimizer = trained(kind, scaler=scaler)
     scaler._scale.fill_(scale)  # type: ignore[union-attr]
     assert gradstat.guarded_step(optimizer, 1.0, scaler=scaler).skipped
-
-
-# The kernel's decision --------------------------------------------------------------------------------------
 
 
 Decided = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -561,38 +516,15 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
     assert counters[0].tolist() == ([6, 3, 2] if verdict[0] else [6, 2, 0])
 
 
-def test_the_short_way_decides_as_the_operator(device: str) -> None:
-    gradients = [torch.randn(300, device=device), torch.randn(5, 5, device=device).bfloat16()]
-    scale, counters = torch.tensor(64.0, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    direct = compiled_for(gradients, None)
-    short = direct.measure_step(gradients, 0.01, 2.0, scale, counters)
-    long = torch.ops.gradstat.measure_step(gradients, 0.01, 2.0, scale, counters)
-    for a, b in zip(short, long, strict=True):
-        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
-    assert counters.tolist() == [2, 0, 0]
-    for wrong in ((scale.double(), counters), (scale, counters.float()), (scale, counters[:2])):
-        assert direct.measure_step(gradients, 1.0, 2.0, *wrong) is None
-    assert counters.tolist() == [2, 0, 0]
-
-
-# Compiled and captured --------------------------------------------------------------------------------------
-
-
 @pytest.mark.cuda
 def test_a_captured_step_follows_its_gradients() -> None:
     model = network("cuda")
     twin = copy.deepcopy(model)
-    ours = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True, capturable=True)
-    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=True, capturable=True)
-    for m in (model, twin):
-        for parameter in m.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradstat.guarded_step(ours, 0.5)
-        theirs.step()
-    torch.cuda.current_stream().wait_stream(stream)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 0.1, fused=True, capturable=True) for m in (model, twin))
+    for parameter in (*model.parameters(), *twin.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    gradstat.guarded_step(ours, 0.5)
+    theirs.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = gradstat.guarded_step(ours, 0.5)
@@ -619,10 +551,8 @@ def test_a_step_decided_on_the_host_cannot_be_captured_and_says_so() -> None:
     loss_of(model, 0).backward()
     gradstat.guarded_step(optimizer)
     graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph; use a fused"),
-        torch.cuda.graph(graph),
-    ):
+    refused = pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph; use a fused")
+    with refused, torch.cuda.graph(graph):
         gradstat.guarded_step(optimizer)
 
 
@@ -631,10 +561,10 @@ def test_fused_steps_do_not_wait_for_the_gpu() -> None:
     model, scaler = network("cuda"), GradScaler("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
-        scaler.scale(loss_of(model, 0)).backward()
+        backward(model, optimizer, scaler=scaler)
         gradstat.guarded_step(optimizer, 1.0, scaler=scaler)
         scaler.update()
-    scaler.scale(loss_of(model, 0)).backward()
+    backward(model, optimizer, scaler=scaler)
     torch.cuda.set_sync_debug_mode("error")
     try:
         result = gradstat.guarded_step(optimizer, 1.0, scaler=scaler)
@@ -645,13 +575,9 @@ def test_fused_steps_do_not_wait_for_the_gpu() -> None:
     assert report.result().ok
 
 
-# Misuse -----------------------------------------------------------------------------------------------------
-
-
 def test_bad_arguments_are_refused_before_anything_changes() -> None:
-    model = network()
-    optimizer, lbfgs = torch.optim.AdamW(model.parameters(), fused=True), torch.optim.LBFGS(model.parameters())
-    loss_of(model, 0).backward()
+    model, optimizer = trained("AdamW fused")
+    lbfgs = torch.optim.LBFGS(model.parameters())
     before = snapshot(model, optimizer)
     for name in ("found_inf", "grad_scale"):
         setattr(optimizer, name, torch.tensor(1.0))
@@ -682,15 +608,13 @@ def test_bad_arguments_are_refused_before_anything_changes() -> None:
 def test_a_result_can_be_sent_to_another_process(fused: bool) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.named_parameters(), fused=fused)
-    for bad in (False, True):
-        loss = backpropagated(optimizer, loss_of(model, 0))
-        if bad:
-            spoil(optimizer, math.nan)
+    for bad in (None, math.nan):
+        loss = backward(model, optimizer, bad=bad)
         result = gradstat.guarded_step(optimizer, 1.0, loss=loss, guard=gradstat.SpikeGuard())
         sent = pickle.loads(pickle.dumps(result))
         assert type(sent) is gradstat.StepResult
         assert repr(sent) == repr(result)
-        assert bool(sent.skipped) is bad
+        assert bool(sent.skipped) is (bad is not None)
         assert bool(sent.refused) == bool(result.refused)
         assert sent.loss == loss.detach()
         assert sent.counters.read() == result.counters.read()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cuda_counts import busy_device
+from test_step import trained
 from torch import nn
 
 import gradstat
@@ -50,18 +51,12 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     assert stack == ["default"]
 
 
-def trained(fused: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(3, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("by", ["guarded_step", "scaler"])
 def test_reports_and_counts_follow_the_stream_of_their_step(current: Any, by: str, fused: bool) -> None:
-    model, optimizer = trained(fused)
     scaler = amp.GradScaler("cpu")
     with current("of the step"):
-        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        _, optimizer = trained("SGD fused" if fused else "SGD", scaler=scaler)
         if by == "scaler":
             scaler.step(optimizer)
             scaler.update()
@@ -88,7 +83,7 @@ def test_streams_are_remembered_for_each_device_but_not_those_of_a_capture(monke
 def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replay would reset it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    _, optimizer = trained()
+    _, optimizer = trained("SGD fused")
     message = "cannot be created during CUDA graph capture, as every replay would reset it; run one step"
     with pytest.raises(RuntimeError, match=f"the counters of guarded_step .*{message}"):
         counters.counters_on(optimizer, GPU)
@@ -103,9 +98,6 @@ def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatc
         decide(clip, kernels, torch.ones((), dtype=torch.float64))
         with pytest.raises(RuntimeError, match=message):  # moving it would be repeated, too
             decide(clip, kernels, on_gpu)
-
-
-# On a GPU ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda
