@@ -26,7 +26,6 @@ from gradstat.tensor_stats import l2_norm_of
 _NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]
 _SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
 _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
-_MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 
 # Scalars that are 0 in steps without them: counts, and scalars that only steps with NaN or Inf have.
 _COUNTS = {"nonfinite": 0.0, "missing": 0.0}
@@ -71,10 +70,8 @@ class LatestStep(NamedTuple):
 class StepLog:
     """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``."""
 
-    def __init__(
-        self, length: int, max_bytes: int, check_labels: Callable[[int, str, float, float], list[Observation]]
-    ) -> None:
-        self._length, self._max_bytes, self._check_labels = length, max_bytes, check_labels
+    def __init__(self, length: int, max_bytes: int) -> None:
+        self._length, self._max_bytes = length, max_bytes
         self._last_tensors: dict[str, TensorSet] = {}
         self.clear()
         self.load(None)
@@ -188,10 +185,6 @@ class StepLog:
                 table = numbers.rows.table()
                 for segment, at, tensors in parts:
                     kind, measured = segment.kind, table[at, : _fields.COUNT]  # distributed tensors have one more
-                    if kind == "label":
-                        for name, row in zip(segment.names, measured.tolist(), strict=True):
-                            seen += self._check_labels(one.step, name, row[_MIN], row[_MAX])
-                        continue
                     if one.is_scaled and kind == GRADIENT.name:
                         measured = without_scale(measured, one.scalars["loss_scale"])
                     if segment.positions is not None:

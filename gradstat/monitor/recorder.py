@@ -87,7 +87,6 @@ class Recorder:
         self._on_device: list[str] = []
         self._named: NamedParameters | None = None  # of the last step
         self._last_seen: tuple[Sequence[str], list[weakref.ref[Tensor]]] = ((), [])
-        self._inputs = self._probe(Inputs)
         self._prepare(0)
 
     def _probe(self, kind: type[_P]) -> _P | None:
@@ -180,10 +179,6 @@ class Recorder:
     def inspect_batch(self, step: int, batch: Any) -> list[Observation]:
         """Collects the tensors of a batch, to be measured with the step; returns what is known of them at once."""
         return [seen for probe in self._due for seen in probe.inspect(step, batch)]
-
-    def check_label_range(self, step: int, path: str, low: float, high: float) -> list[Observation]:
-        """An observation if labels from ``low`` to ``high`` are outside of the classes."""
-        return [] if self._inputs is None else self._inputs.check_label_range(step, path, low, high)
 
     def scalars(
         self, loss: Tensor | float | None, lr: float | Tensor | None, given: Mapping[str, Tensor | float] | None = None

@@ -52,7 +52,7 @@ class Reviewer:
         self._skipped_by, self._remedies = settings.skipped_by, settings.remedies
         options = settings.options
         self.rules = RuleRunner(settings.rules, options.review_every, settings.periods["parameters"])
-        self.log = StepLog(options.history, options.max_bytes, recorder.check_label_range)
+        self.log = StepLog(options.history, options.max_bytes)
         self.findings = findings
         self.new: list[Finding] = []  # that nobody has acted on yet
         self._pending: deque[Pending] = deque()

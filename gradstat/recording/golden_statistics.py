@@ -58,7 +58,7 @@ _MANY = 1e8  # degrees of freedom of what is known
 _WHOLE = ("norm", "peak", "mean")
 # Kinds that are not compared: statements about labels and predictions instead of tensors, and inputs of the model,
 # which differ between ranks.
-_LEFT_OUT = frozenset({"constant", "input", "label", "output"})
+_LEFT_OUT = frozenset({"constant", "input", "output"})
 _SCALARS = ("loss", "lr")
 _TINY = 1e-30
 # A gradient below this share of the largest in its module is rounding noise.

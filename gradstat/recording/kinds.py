@@ -25,7 +25,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("batch", "batch", 1, "batch", sizes_vary=True),
     Kind("input", "batch", 1, "batch", sizes_vary=True),  # what the model was called with
     Kind("constant", "batch", 1, "batch"),  # fraction of features that are the same in all samples
-    Kind("label", "batch", 1, "batch"),  # the smallest and the largest, judged when they are read
     Kind("update", "updates", 0, "parameter"),  # how the step before has changed the parameters
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),

@@ -251,18 +251,6 @@ def sizes_of_weights(parameters: Rows, row: int) -> tuple[list[int], Floats]:
     return judged, parameters.std[row, judged] * np.sqrt(inputs)
 
 
-def run_lengths(condition: Bools, lengths: Floats) -> Floats:
-    """For how many rows in a row the ``condition`` has held for each tensor, in each of its rows, ``[m, n]``.
-
-    ``lengths`` are the lengths so far, ``[n]``; updated in place.
-    """
-    row = np.arange(1.0, len(condition) + 1)[:, None]
-    ended = np.maximum.accumulate(np.where(condition, -lengths, row))  # the last row in which it did not hold
-    every: Floats = row - ended
-    lengths[:] = every[-1]
-    return every
-
-
 class RowsRule(Rule):
     """Base of rules that look at tensors of some ``kinds``."""
 
@@ -305,14 +293,14 @@ class LastingRule(RowsRule):
             lasts_for[:] = 0
             return
         needed = np.broadcast_to(measurements, condition.shape)
-        for row, lengths in enumerate(run_lengths(condition, lasts_for)):
-            step = int(rows.steps[row])
-            since[lengths == 1] = step
-            times += lengths == 1
-            due = np.flatnonzero(lengths == needed[row]).tolist()
+        for row, step in enumerate(rows.steps.tolist()):
+            lasts_for[:] = np.where(condition[row], lasts_for + 1, 0)
+            since[lasts_for == 1] = step
+            times += lasts_for == 1
+            due = np.flatnonzero(lasts_for == needed[row]).tolist()
             fresh = [i for i in due if self.begins(names[i], step)]
             if fresh:
-                yield row, fresh, lengths, since
+                yield row, fresh, lasts_for, since
 
 
 def rule(

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import LastingRule, Rule, carried, median
+from gradstat.rules.base import LastingRule, RowsRule, Rule, carried, median
 from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
@@ -27,7 +27,7 @@ _FLAT = (
 )
 
 
-class BatchRange(Rule):
+class BatchRange(RowsRule):
     """Inputs far outside of their previous range, or that hardly vary any more: not normalised, damaged, or zero.
 
     Also a first input that is zero from the beginning on, where no other input is not, or that is in a scale of its
@@ -35,6 +35,7 @@ class BatchRange(Rule):
     """
 
     name = "batch-range"
+    kinds = INPUT_KINDS
     causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
@@ -47,17 +48,16 @@ class BatchRange(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         yield from self._begins_badly(window)
-        for kind in INPUT_KINDS:
-            rows = window.rows(kind)
-            if rows is None:
-                continue
-            low, high = rows.field("min"), rows.field("max")
-            is_binary = (low == 0) & (high == 1) & (rows.field("sum") == rows.field("sq_sum"))
-            values = np.stack([rows.max_abs, rows.std, low, high, is_binary], -1).tolist()
-            for step, of_step in zip(rows.steps.tolist(), values, strict=True):
-                for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
-                    yield from self._review_one(rows, i, step, name, kind, *numbers)
-                    self._seen[name] = self._seen.get(name, 0) + 1
+        yield from super().review(window)
+
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        low, high = rows.field("min"), rows.field("max")
+        is_binary = (low == 0) & (high == 1) & (rows.field("sum") == rows.field("sq_sum"))
+        values = np.stack([rows.max_abs, rows.std, low, high, is_binary], -1).tolist()
+        for step, of_step in zip(rows.steps.tolist(), values, strict=True):
+            for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
+                yield from self._review_one(rows, i, step, name, kind, *numbers)
+                self._seen[name] = self._seen.get(name, 0) + 1
 
     def _begins_badly(self, window: Window) -> Iterable[Finding]:
         inputs, gradients = window.rows("input"), window.rows("gradient")
@@ -159,10 +159,10 @@ class LabelRange(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("label"):
-            name, low, high, classes = (seen.value[key] for key in ("name", "low", "high", "classes"))
-            if self.begins(name, seen.step):
-                text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
-                yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
+            for name, low, high, classes in seen.value:
+                if self.begins(name, seen.step):
+                    text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
+                    yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
 
 
 class _RankRule(Rule):

@@ -11,7 +11,7 @@ import torch
 
 from gradstat._core.text import nan_and_inf
 from gradstat.recording.findings import Finding, Severity
-from gradstat.recording.kinds import INPUT_KINDS, STATE, kind_of
+from gradstat.recording.kinds import INPUT_KINDS, kind_of
 from gradstat.rules.advice import FIRST_MODULE, SKIP, Remedy, replay
 from gradstat.rules.base import PerName, Rule, carried, series
 from gradstat.rules.rows import Rows, Window
@@ -248,11 +248,10 @@ class _NonfiniteTensor(Rule):
     _last_bad = carried(-1)  # the last step that was taken with gradients that were not finite
 
     def review(self, window: Window) -> Iterable[Finding]:
-        is_state = self.kind == STATE.name
         bad = [self._last_bad, *(step for step, count in series(window, "nonfinite") if count > 0)]
         bad = bad[:1] if window.run.skipped_by else bad
         self._last_bad = bad[-1]
-        for kind in (k for k in window.tables if k == self.kind or (is_state and kind_of(k) is STATE)):
+        for kind in (name for name in window.tables if kind_of(name).name == self.kind):
             every = window.tables[kind]
             finite = [self._finite_at.get(kind, -1), *every.steps[~every.nonfinite.any(1)].tolist()]
             self._finite_at[kind] = finite[-1]

@@ -197,15 +197,5 @@ class SpikeRule(Rule):
 
 def _spread(values: Sequence[float], scale: Callable[[float], float] = float) -> float:
     """A robust standard deviation of sorted ``values``, on a monotonic ``scale``."""
-    half = len(values) // 2
-    median = scale(values[half])
-    # The ``half`` nearest neighbours of the median are contiguous. Bisection finds where they begin: the first value
-    # that is no farther from the median than the one just above the range.
-    low, high = 0, len(values) - half - 1
-    while low < high:
-        middle = (low + high) // 2
-        if median - scale(values[middle]) > scale(values[middle + half + 1]) - median:
-            low = middle + 1
-        else:
-            high = middle
-    return MAD * max(median - scale(values[low]), scale(values[low + half]) - median)
+    scaled, half = list(map(scale, values)), len(values) // 2
+    return MAD * sorted(abs(value - scaled[half]) for value in scaled)[half]

@@ -181,8 +181,8 @@ def progress(*looks: tuple[int, int]) -> Story:
     return covered(*({"steps": steps, "changes": changes} for steps, changes in looks), every=50)
 
 
-def labels(low: int, high: int) -> dict[str, Any]:
-    return {"name": "batch[1]", "low": low, "high": high, "classes": 4}
+def labels(low: int, high: int) -> list[tuple[str, int, int, int]]:
+    return [("batch[1]", low, high, 4)]
 
 
 def gone(steps: Sequence[int], at: int = 1, end: int = 60, run: RunSettings | None = None, **sizes: int) -> Story:

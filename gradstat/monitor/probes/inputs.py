@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstat._core.hooks import Hook, hook_forward
-from gradstat._core.host_copy import peek_interpreter_stack
+from gradstat._core.host_copy import HostCopy, peek_interpreter_stack
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters
 from gradstat.check import stats
@@ -49,36 +50,32 @@ class Inputs(HookedProbe):
 
     def forget(self) -> None:
         self._batch: _Batch | None = None
+        self._labels: list[tuple[str, HostCopy]] = []  # on another device: the smallest and the largest, by path
         self._last, self._passes = _NOTHING, 0
         self._earlier = PassRows()
 
     def inspect(self, step: int, batch: Any) -> list[Observation]:
         """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
-        observations: list[Observation] = []
-        self._batch = _Batch(self._telling > 0 and step % self._telling == 0)
+        of_cpu: list[tuple[str, HostCopy]] = []
+        self._labels, self._batch = [], _Batch(self._telling > 0 and step % self._telling == 0)
         for path, tensor in tensors_in(batch, "batch"):
             if not tensor.numel() or tensor.is_meta:
                 continue
             if measurable(tensor):
                 self._batch.add("batch", path, tensor.detach())
             elif self._classes_of(path) and tensor.layout is torch.strided and _is_integer(tensor):
-                low, high = torch.aminmax(torch.where(tensor == self.run.settings.options.ignore_index, 0, tensor))
-                if tensor.device.type == "cpu":
-                    observations += self.check_label_range(step, path, float(low), float(high))
-                else:
-                    self._batch.tensors["label"][path] = torch.stack([low, high]).to(torch.float64)
-        return observations
+                extremes = torch.aminmax(torch.where(tensor == self.run.settings.options.ignore_index, 0, tensor))
+                (of_cpu if tensor.is_cpu else self._labels).append((path, HostCopy(torch.stack(extremes))))
+        return [Observation("label", step, seen)] if (seen := self._out_of_range(of_cpu)) else []
 
     def _classes_of(self, path: str) -> int | None:
         """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
         return self._classes.get(path) if isinstance(self._classes, dict) else self._classes
 
-    def check_label_range(self, step: int, path: str, low: float, high: float) -> list[Observation]:
-        """An observation if labels from ``low`` to ``high`` are outside of the classes."""
-        classes = self._classes_of(path)
-        if not classes or (low >= 0 and high < classes):
-            return []
-        return [Observation("label", step, {"name": path, "low": int(low), "high": int(high), "classes": classes})]
+    def _out_of_range(self, labels: list[tuple[str, HostCopy]]) -> list[tuple[str, int, int, int]]:
+        """Those of the ``labels`` that are outside of their classes: path, extremes, number. Waits for the copies."""
+        every = ((path, *copy.wait().tolist(), self._classes_of(path)) for path, copy in labels)
+        return [(path, low, high, classes) for path, low, high, classes in every if low < 0 or high >= classes]
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying():
@@ -113,6 +110,9 @@ class Inputs(HookedProbe):
 
     def take(self, step: Pending, named: NamedParameters) -> Iterable[Part] | None:
         batch, self._batch = self._batch, None
+        if self._labels:
+            step.late["label"] = functools.partial(self._out_of_range, self._labels)
+            self._labels = []
         if self._earlier.seen:
             self._merge()
             names, measured = self._earlier.take()
@@ -165,7 +165,7 @@ class _Batch:
     def __init__(self, is_telling: bool) -> None:
         """``is_telling``: features that are the same in all samples are looked for."""
         self._is_telling = is_telling
-        self.tensors: dict[str, dict[str, Tensor]] = {"batch": {}, "input": {}, "constant": {}, "label": {}}
+        self.tensors: dict[str, dict[str, Tensor]] = {"batch": {}, "input": {}, "constant": {}}
 
     def add(self, kind: str, path: str, tensor: Tensor) -> None:
         self.tensors[kind][path] = tensor
