@@ -22,6 +22,8 @@ _NEARLY_ALL = 0.8
 # from it by no more than these parts, on a logarithmic scale.
 _LEAST_FACTOR = math.log(1.15)
 _OF_TENSORS, _OF_WINDOWS = 0.2, 0.4
+# A logarithm that is lower by more than this is that of a zero.
+_TO_ZERO = -46.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
     for kind, of_kind in at_first.items():
         if kind.startswith("lr"):
             where = "the learning rate" + f" {kind}" * (kind != "lr")
-            return where, lost.get(kind, f"times {exponential(of_kind.change[first, 0]):.4g}")
+            grown = of_kind.change[first, 0] > -_TO_ZERO
+            return where, lost.get(kind, "not 0" if grown else f"times {exponential(of_kind.change[first, 0]):.4g}")
     if "batch" in at_first:
         return "the batch", f"its values are {lost.get('batch', 'distributed otherwise')}"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
@@ -60,7 +63,7 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
     is_loss_unlike = loss is not None and bool((loss.excess > 1).any())
     if gradient is not None:
         if "gradient" in lost:
-            is_lost = np.isinf(gradient.excess)
+            is_lost = np.isinf(gradient.excess) | (gradient.change < _TO_ZERO)
             place = _place(replace(gradient, excess=np.where(is_lost, np.inf, np.nan)), first)
             if place == "everywhere" and lost["gradient"] == "absent":  # a part of the graph is cut off from there on
                 modules = [_module_of(gradient.names[j]) for j in np.flatnonzero(is_lost[first])]
@@ -89,9 +92,12 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
 
 
 def _lost(of_kind: Residuals, window: int) -> str:
-    """What is wrong if the run has no numbers, as `Residuals.change` says, in words; empty if it has."""
+    """What is wrong if the run has no numbers, as `Residuals.change` says, or zeros, in words; empty if it has."""
     change = of_kind.change[window]
-    return "not finite" if (change == -math.inf).any() else "absent" if (change == math.inf).any() else ""
+    for words, is_so in (("not finite", change == -math.inf), ("absent", change == math.inf), ("0", change < _TO_ZERO)):
+        if is_so.any():
+            return words
+    return ""
 
 
 def _factor(change: Floats) -> float | None:

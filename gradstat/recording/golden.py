@@ -83,7 +83,7 @@ class GoldenComparison:
         what: What kind of change it is, in words; empty if not known.
         structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
         left_out: Parameters that are not compared, because their gradients are rounding noise.
-        comparable: Whether anything was compared.
+        comparable: Whether anything was compared, and if the golden runs have tensors, some of them; or it is unlike.
     """
 
     runs: int
@@ -103,7 +103,9 @@ class GoldenComparison:
     def __str__(self) -> str:
         lines = [printable(f"Structure: {line}") for line in self.structure]
         if not self.comparable:
-            lines.append("Cannot tell: the run has nothing that the golden runs have, or under other names")
+            lines.append(
+                "Cannot tell: the run has nothing that the golden runs have, or only scalars, or under other names"
+            )
         elif self.ok:
             lines.append(f"Like the {self.runs} golden runs in {steps_in_words(self.steps)}")
         else:
@@ -155,7 +157,8 @@ class Golden:
             raise ValueError(f"recordings: expected at least {FEWEST} golden runs (5 are advised), got {len(golden)}")
         starts = statistics.window_starts(min(int(run.steps[-1]) + 1 if len(run.steps) else 0 for run in golden))
         sizes = {kind: series.sizes for kind, series in golden[0].tables.items() if statistics.features_of(kind)}
-        runs = [statistics.averages(run, starts, sizes) for run in golden]
+        rates = statistics.rates_of_groups(name for run in golden for name in run.scalars)
+        runs = [statistics.averages(run, starts, sizes, rates) for run in golden]
         of_gradients = (run["gradient", "norm"] for run in runs if ("gradient", "norm") in run)
         noise = [name for norms in of_gradients for name in statistics.noise_in(tuple(sizes["gradient"]), norms)]
         left_out = tuple(dict.fromkeys(noise))
@@ -190,21 +193,28 @@ class Golden:
                 f"recording: it has {steps_in_words(extent_of(run))}, which hold no window of the golden runs as a "
                 f"whole; record the run from step 0 on, as they were, for at most {self.steps:,} steps"
             )
-        values = statistics.averages(run, self._starts, self._sizes)
-        excess = {
-            key: np.abs(values[key] - mean) / half for key, (mean, half) in self._intervals.items() if key in values
-        }
+        rates = statistics.rates_of_groups(name for name, _ in self._intervals)
+        values = statistics.averages(run, self._starts, self._sizes, rates)
+        intervals = dict(self._intervals)
+        if ("lr", "log") in intervals:  # groups with other rates, which the golden runs have not
+            intervals |= {
+                (name, "log"): intervals["lr", "log"] for name in statistics.rates_of_groups(run.scalars) - rates
+            }
+        excess = {key: np.abs(values[key] - mean) / half for key, (mean, half) in intervals.items() if key in values}
         residuals, findings = {}, []
         for kind in dict.fromkeys(kind for kind, _ in excess):
             keys = [key for key in excess if key[0] == kind]
             each, names = np.stack([excess[key] for key in keys]), tuple(self._sizes.get(kind, (kind,)))
-            change = values[keys[0]] - self._intervals[keys[0]].mean
+            change = values[keys[0]] - intervals[keys[0]].mean
             residuals[kind] = Residuals(names, np.fmax.reduce(each, 0), change)
             for j in np.flatnonzero((each > 1).any((0, 1))).tolist():
                 window = int(np.argmax((each[:, :, j] > 1).any(0)))
                 key = keys[int(np.nanargmax(each[:, window, j]))]
-                findings.append(self._deviation(key, names[j], window, j, float(values[key][window, j])))
+                findings.append(
+                    self._deviation(key, intervals[key], names[j], window, j, float(values[key][window, j]))
+                )
         findings.sort(key=_order)
+        compared = {kind for (kind, _), of_key in excess.items() if not np.isnan(of_key).all()}
         structure: list[str] = []
         for kind, expected in self._sizes.items():
             if kind in run.tables:
@@ -222,12 +232,12 @@ class Golden:
             what,
             tuple(structure),
             self.left_out,
-            not all(np.isnan(of_key).all() for of_key in excess.values()),
+            bool(findings or compared & (self._sizes.keys() & {kind for kind, _ in intervals} or compared)),
         )
 
-    def _deviation(self, key: Key, name: str, window: int, j: int, value: float) -> Deviation:
+    def _deviation(self, key: Key, interval: Interval, name: str, window: int, j: int, value: float) -> Deviation:
         (kind, feature), is_tensor = key, key[0] in self._sizes
-        middle, half = (float(of_cells[window, j]) for of_cells in self._intervals[key])
+        middle, half = (float(of_cells[window, j]) for of_cells in interval)
         return Deviation(
             kind if is_tensor else "series",
             name,

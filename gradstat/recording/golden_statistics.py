@@ -61,6 +61,7 @@ _WHOLE = ("norm", "peak", "mean")
 _LEFT_OUT = frozenset({"constant", "input", "output"})
 _SCALARS = ("loss", "lr")
 _TINY = 1e-30
+_ZERO_LOG = math.log(_TINY) + 1  # up to here a logarithm stands for zero
 # A gradient below this share of the largest in its module is rounding noise.
 _NOISE = 1e-5
 _FINE = 16  # parts of an octave, and of a scale, that numbers in a file are rounded to
@@ -92,23 +93,35 @@ def covered_windows(steps: npt.NDArray[np.int64], starts: npt.NDArray[np.int64])
     return covered
 
 
-def averages(recording: Recording, starts: npt.NDArray[np.int64], sizes: Sizes) -> dict[Key, Floats]:
+def rates_of_groups(names: Iterable[str]) -> set[str]:
+    """Those of scalars that are the learning rates of other groups than the first."""
+    return {name for name in names if name.startswith("lr[")}
+
+
+def averages(
+    recording: Recording, starts: npt.NDArray[np.int64], sizes: Sizes, rates: Iterable[str] = ()
+) -> dict[Key, Floats]:
     """The averages of a run over the windows that it covers as a whole, by kind and feature, ``[windows, n]``.
 
-    The tensors are those of ``sizes``. NaN stands for a window without a measurement, and for a tensor that the run has
+    The tensors are those of ``sizes``. A group's rate, one of ``rates`` or recorded, is the first group's in steps
+    without it. NaN stands for a window without a measurement, and for a tensor that the run has
     not, or in another size. As a norm or a scalar, Infinity stands for measurements without any value, as of a gradient
     that is None, and minus Infinity for those of which more than half are NaN or infinite.
     """
     covered = covered_windows(recording.steps, starts)
     found: dict[Key, Floats] = {}
-    for name in recording.scalars:
+    scalars = dict(recording.scalars)
+    for name in rates_of_groups({*scalars, *rates}) if "lr" in scalars else ():
+        own = scalars.get(name, scalars["lr"])
+        scalars[name] = np.where(np.isnan(own), scalars["lr"], own)
+    for name in scalars:
         is_given = (base := name.partition("[")[0]) not in SCALARS
         if is_given or base in _SCALARS:
-            column = np.array(recording.scalars[name], np.float64)[:, None]
+            column = np.array(scalars[name], np.float64)[:, None]
             column[np.isinf(column)] = math.inf
             at = np.searchsorted(recording.steps, starts)
             if name == "loss":  # which may be recorded as NaN because it is, or because there is none
-                column[np.asarray(recording.scalars.get("loss_nonfinite", 0)) > 0] = math.inf
+                column[np.asarray(scalars.get("loss_nonfinite", 0)) > 0] = math.inf
             if name == "loss" or is_given:  # which may be negative
                 found[name, "value"] = _over_windows(column, at, covered, is_level=True)
             if not is_given:
@@ -153,7 +166,7 @@ def exponential(number: float) -> float:
 def told(feature: str, average: float) -> float:
     """An average as it is told: of logarithms the geometric mean, of peaks the peak over the root mean square."""
     if feature in ("norm", "log"):
-        return 0.0 if average <= math.log(_TINY) + 1 else exponential(average)
+        return 0.0 if average <= _ZERO_LOG else exponential(average)
     return 1 / max(-average, 1e-6) if feature == "peak" else average
 
 
@@ -216,7 +229,7 @@ class _Fit(NamedTuple):
 
 def intervals(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, Interval]:
     """The prediction intervals from golden runs, whose averages are ``[runs, windows, n]``."""
-    values = {key: np.where(np.isinf(value), np.nan, value) for key, value in values.items()}
+    values = {key: np.where(np.isinf(value) | _rests(key, value), np.nan, value) for key, value in values.items()}
     # By how much intervals have to be wider so that each run would be like the others.
     wider = 1.0
     for i in range(max(map(len, values.values()), default=0)):
@@ -224,6 +237,13 @@ def intervals(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, Interval]
             z = normal_deviate(np.abs(values[key][i] - fit.mean) / fit.scale, fit.freedom)
             wider = max(wider, float(np.fmax.reduce(z, axis=None, initial=0.0)) / fit.limit)
     return {key: _interval(fit, wider) for key, fit in _fits(values, sizes).items()}
+
+
+def _rests(key: Key, value: Floats) -> Bools:
+    """Where all golden runs have a zero that says nothing of other runs: in the backward pass, as of an idle expert."""
+    is_zero: Bools = np.logical_and.reduce(value <= _ZERO_LOG, 0)
+    is_judged = key[1] != "norm" or key[0] in ("batch", "buffer", "activation", "parameter")
+    return np.zeros_like(is_zero) if is_judged else is_zero
 
 
 def _interval(fit: _Fit, wider: float) -> Interval:

@@ -185,6 +185,36 @@ def test_another_learning_rate_is_named_first(golden: Golden) -> None:
     assert (found.where, found.what, found.findings[0].name) == ("the learning rate", "times 1.1", "lr")
 
 
+# A group whose rate is the first one's is recorded without it.
+@pytest.mark.parametrize(("usual", "other", "told"), [
+    (1e-4, 1e-5, "lr[1]: times 0.1"), (None, 1e-4, "lr[1]: times 0.1"), (1e-4, None, "lr[1]: times 10"),
+    (1e-4, 0.0, "lr[1]: 0"),
+])  # fmt: skip
+def test_the_rate_of_each_group_is_compared(usual: float | None, other: float | None, told: str) -> None:
+    def with_rate(seed: int, rate: float | None) -> Recording:
+        made = run(seed)
+        return made if rate is None else replace(made, scalars={**made.scalars, "lr[1]": np.full(100, rate)})
+
+    golden = Golden.of(with_rate(seed, usual) for seed in range(5))
+    assert golden.compare(with_rate(6, usual)).ok
+    assert f"golden runs since step 0, the learning rate {told}\n" in str(golden.compare(with_rate(6, other)))
+
+
+def test_an_expert_that_rested_in_all_golden_runs_may_be_used() -> None:
+    def with_idle(seed: int, since: int) -> Recording:
+        made = run(seed)
+        made.tables["gradient"].values[since : since + 8, 3] = 0
+        return made
+
+    golden = Golden.of(with_idle(seed, 7) for seed in range(5))
+    assert golden.compare(with_idle(6, 7)).ok
+    assert golden.compare(run(7)).ok
+    assert not golden.compare(with_idle(6, 31)).ok
+    nothing = run(8)
+    nothing.tables["gradient"].values[:] = 0
+    assert "everywhere: gradients are 0\n" in str(golden.compare(nothing))
+
+
 @pytest.mark.parametrize(("since", "told"), [(0, "the initial parameters"), (1, "the optimizer")])
 def test_what_only_parameters_show_is_how_they_began_or_the_optimizer(since: int, told: str, golden: Golden) -> None:
     made = run(50)
@@ -417,7 +447,7 @@ def test_a_comparison_of_nothing_is_no_verdict(
     narrow = {kind: replace(one, numel=one.numel + 1) for kind, one in other.tables.items()}
     golden.save(tmp_path / "golden.gradstat")
     for tables in ({}, renamed, narrow):
-        nothing = Recording(other.steps, {}, tables)
+        nothing = Recording(other.steps, other.scalars if tables is renamed else {}, tables)
         comparison = golden.compare(nothing)
         assert not comparison.ok
         assert not comparison.comparable

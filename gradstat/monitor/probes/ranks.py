@@ -67,8 +67,9 @@ class Reduction(Probe):
     @classmethod
     def of(cls, run: Run) -> Reduction | None:
         ddp = uncompiled(run.source.wrapper)
-        is_asked = run.settings.periods[cls.watch] and isinstance(ddp, DistributedDataParallel)
-        return cls(run, ddp) if is_asked and not ddp._use_python_reducer else None
+        if not isinstance(ddp, DistributedDataParallel) or ddp._use_python_reducer:
+            return None
+        return cls(run, ddp) if run.settings.periods[cls.watch] else None
 
     def take(self, step: Pending, named: NamedParameters) -> None:
         ddp, since = self._ddp(), self._last_look
