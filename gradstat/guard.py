@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
 from gradstat._core.host_copy import DeviceState, Streams
-from gradstat._core.saved import Numbers, are_counts, exactly, require
+from gradstat._core.saved import are_counts, exactly, numbers, require
 from gradstat._core.tensors import is_distributed, to_device
 from gradstat._core.text import as_number
 from gradstat.adaptive._base import number, positive, whole_number
@@ -193,15 +193,9 @@ class SpikeGuard:
 
 def state_tensor_of(guard: SpikeGuard, state: Any, place: str = "state") -> Tensor:
     """The state tensor that ``guard.load_state_dict`` takes from the ``state`` at this place; ValueError as there."""
-
-    def fit_totals(totals: Tensor) -> Tensor:
-        fits = are_counts(totals)
-        fits[_REASON] &= totals[_REASON] < 2 ** len(_REASONS)
-        return fits
-
     kinds = {
-        "totals": Numbers((_TOTALS,), "counts, and a reason below 8", fit_totals),
-        "values": Numbers((len(SERIES), guard._window), "a finite number", torch.isfinite),
+        "totals": numbers((_TOTALS,), "counts", are_counts),
+        "values": numbers((len(SERIES), guard._window), "finite numbers", torch.isfinite),
     }
     require(state, {"rule": exactly(guard._method), "tensors": kinds}, place)
     totals, values = (state["tensors"][name].detach() for name in kinds)

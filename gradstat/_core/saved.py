@@ -23,20 +23,23 @@ class Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-class Numbers(NamedTuple):
-    """A kind of float64 tensors: their shape (None: 1-d), what errors call their numbers, and which of these fit."""
-
-    shape: tuple[int, ...] | None
-    expected: str
-    fits: Callable[[Tensor], Tensor]
-
-
 def whole(low: int, high: int = _MOST) -> Kind:
     return Kind(f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
 def exactly(expected: object) -> Kind:
     return Kind(repr(expected), lambda value: type(value) is type(expected) and value == expected)
+
+
+def numbers(shape: tuple[int, ...] | None, expected: str, fit: Callable[[Tensor], Tensor]) -> Kind:
+    """Float64 tensors of this shape (None: 1-d) in which all numbers ``fit``. To find out waits for their device."""
+
+    def fits(value: Any) -> bool:
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
+        has_shape = is_plain and (value.dim() == 1 if shape is None else value.shape == shape)
+        return has_shape and value.dtype == torch.float64 and bool(fit(value).all())
+
+    return Kind(f"a {'1-d' if shape is None else shape} float64 tensor of {expected}", fits)
 
 
 COUNT, WHOLE = whole(0), whole(-_MOST)
@@ -54,14 +57,14 @@ def are_counts(numbers: Tensor) -> Tensor:
 
 
 def require(value: Any, kind: Any, place: str = "state") -> None:
-    """Raises ValueError, which names the ``place``, unless ``value`` is of the ``kind``. Waits for a tensor's device.
+    """Raises ValueError, which names the ``place``, unless ``value`` is of the ``kind``.
 
-    A kind is a `Kind` or `Numbers`, ``[kind]`` for a list, ``{str: kind}`` for a mapping from texts, or
-    ``{"name": kind, ...}`` for a mapping that has these names.
+    A kind is a `Kind`, ``[kind]`` for a list, ``{str: kind}`` for a mapping from texts, or ``{"name": kind, ...}`` for
+    a mapping that has these names.
     """
     if isinstance(kind, Kind):
         if not kind.fits(value):
-            raise _unfit(value, kind.expected, place)
+            raise ValueError(printable(f"{place}: expected {kind.expected}, got {value!r:.80}"))
     elif isinstance(kind, dict):
         require(value, MAPPING, place)
         for name in value if str in kind else kind:
@@ -69,26 +72,12 @@ def require(value: Any, kind: Any, place: str = "state") -> None:
             if name not in value:
                 raise ValueError(f"{place} has no {name!r}")
             require(value[name], kind.get(name, kind.get(str)), f"{place}[{name!r}]")
-    elif isinstance(kind, list):
+    else:
         require(value, _LIST, place)
         if isinstance(kind[0], Kind) and all(map(kind[0].fits, value)):
             return  # without a name for each place of a long list
         for i, item in enumerate(value):
             require(item, kind[0], f"{place}[{i}]")
-    else:
-        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
-        shape = (value.numel(),) if kind.shape is None and is_plain else kind.shape
-        if not is_plain or value.dtype != torch.float64 or value.shape != shape:
-            raise _unfit(value, f"a float64 tensor of shape {shape}", place)
-        unfit = (~kind.fits(value)).nonzero()
-        if len(unfit):
-            at = unfit[0].tolist()
-            raise _unfit(value[tuple(at)].item(), kind.expected, f"{place}{at or ''}")
-
-
-def _unfit(value: Any, expected: str, place: str) -> ValueError:
-    got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
-    return ValueError(printable(f"{place}: expected {expected}, got {got}"))
 
 
 def require_version(held: Any, version: int, place: str = "state") -> None:

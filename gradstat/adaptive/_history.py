@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradstat._core.saved import Numbers, are_counts, exactly, require
+from gradstat._core.saved import are_counts, exactly, numbers, require
 from gradstat._core.tensors import to_device
 
 State = dict[str, Tensor]
@@ -58,8 +58,8 @@ def loaded(
     """
 
     def fit_totals(totals: Tensor) -> Tensor:
-        sum_ = totals[MULTIPLIER_SUM:]
-        return torch.cat([are_counts(totals[:MULTIPLIER_SUM]), (sum_ >= 0) & (sum_ <= totals[CLIPPED])])
+        sum_ = totals[MULTIPLIER_SUM]
+        return are_counts(totals[:MULTIPLIER_SUM]) & (sum_ >= 0) & (sum_ <= totals[CLIPPED])
 
     def fit_norms(norms: Tensor) -> Tensor:
         recorded = state["tensors"]["totals"][RECORDED].to(norms.device)
@@ -67,12 +67,12 @@ def loaded(
         return torch.where(is_used, (norms >= 0) & norms.isfinite(), norms.isnan())
 
     kinds = {
-        "totals": Numbers((_TOTALS,), "counts, and a sum of as many multipliers below 1", fit_totals),
-        "smallest": Numbers((), "a number from 0 to 1", lambda smallest: (smallest >= 0) & (smallest <= 1)),
-        "norms": Numbers((window,), "a finite number from 0 for each norm recorded, NaN for others", fit_norms),
+        "totals": numbers((_TOTALS,), "counts, and a sum of as many multipliers below 1", fit_totals),
+        "smallest": numbers((), "a number from 0 to 1", lambda smallest: (smallest >= 0) & (smallest <= 1)),
+        "norms": numbers((window,), "a finite number from 0 for each norm recorded, NaN for others", fit_norms),
     }
     shape, initial = () if of_method.length else None, of_method.initial
-    fits = Numbers(shape, "a finite number from 0", lambda own: (own >= 0) & (own.isfinite() | (own == initial)))
+    fits = numbers(shape, "finite numbers from 0", lambda own: (own >= 0) & (own.isfinite() | (own == initial)))
     kinds |= dict.fromkeys(method_names, fits)
     require(state, {"rule": exactly(rule), "tensors": kinds}, place)
     tensors = state["tensors"]

@@ -35,7 +35,7 @@ def test_equal_runs_do_not_diverge() -> None:
             compare(run(), run(), tolerance)
 
 
-def test_bits_and_what_matters_are_distinguished() -> None:
+def test_single_bits_do_not_matter_unless_they_shall_and_are_told() -> None:
     a, b = run(), run()
     values = b.tables["gradient"].values
     values[7, 3, NORM] = np.nextafter(values[7, 3, NORM], 9)
@@ -47,18 +47,12 @@ def test_bits_and_what_matters_are_distinguished() -> None:
     assert (comparison.exact_step, comparison.step) == (7, 12)
     names = a.tables["gradient"].names
     # Ordered from upstream to downstream, not by size.
-    assert [(p.kind, p.name, p.step, p.column) for p in comparison.first] == [
-        ("gradient", names[4], 12, "l2_norm"),
-        ("gradient", names[5], 12, "l2_norm"),
-    ]
+    assert [(p.kind, p.name, p.column) for p in comparison.first] == [("gradient", names[i], "l2_norm") for i in (4, 5)]
     assert comparison.first[0].b == pytest.approx(comparison.first[0].a / 2)
     third = next(p for p in comparison.divergences if p.name == names[3])
     assert (third.exact_step, third.step) == (7, 20)
     text = str(comparison)
     assert text.startswith("The runs diverge in step 12 by more than 0.001 (bitwise different since step 7):")
-
-
-def test_single_bits_alone_are_the_same_unless_every_bit_shall_matter() -> None:
     a, b = run(), run()
     b.scalars["loss"][9] = np.nextafter(b.scalars["loss"][9], 9)
     comparison, exact = compare(a, b), compare(a, b, tolerance=0)
@@ -109,13 +103,6 @@ def test_within_a_step_causes_come_before_effects() -> None:
     assert kinds == [*order, "gradient", "norm", "finite_norm", "nonfinite", "missing", "exp_avg"]
 
 
-def test_what_rounding_leaves_does_not_matter() -> None:
-    a, b = run(), run()
-    for r, left in ((a, 1e-9), (b, 4e-9)):
-        r.tables["gradient"].values[:, 6] = [left] * 5 + [0] * 3  # for instance of a bias that a norm layer cancels
-    assert (compare(a, b).same, compare(a, b).exact_step) == (True, 0)
-
-
 def test_names_sizes_kinds_and_series_of_one_only_are_named() -> None:
     a, b = run(), run()
     gradient = b.tables["gradient"]
@@ -136,11 +123,14 @@ def test_names_sizes_kinds_and_series_of_one_only_are_named() -> None:
         assert expected in str(comparison)
 
 
-def test_tensors_are_compared_by_name() -> None:
+def test_neither_the_order_of_tensors_matters_nor_what_rounding_leaves() -> None:
     a, b = run(), run()
     table = b.tables["gradient"]
     table.names, table.numel, table.values = table.names[::-1], table.numel[::-1], table.values[:, ::-1]
     assert compare(a, b, tolerance=0).same
+    for r, place, left in ((a, 6, 1e-9), (b, 1, 4e-9)):
+        r.tables["gradient"].values[:, place] = [left] * 5 + [0] * 3  # as of a bias that a norm layer cancels
+    assert (compare(a, b).same, compare(a, b).exact_step) == (True, 0)
 
 
 WRAPPINGS: dict[str, Callable[[str], str]] = {
@@ -170,7 +160,7 @@ def test_names_do_not_depend_on_wrappers(wrapping: str) -> None:
     assert [divergence.name for divergence in comparison.first] == list(names[4:6])
 
 
-def test_only_common_steps_are_compared() -> None:
+def test_only_common_steps_are_compared_and_without_any_it_is_said() -> None:
     a, later = run(30), run(30)
     later.steps, later.scalars = later.steps[12:], {name: x[12:] for name, x in later.scalars.items()}
     for table in later.tables.values():
@@ -179,17 +169,12 @@ def test_only_common_steps_are_compared() -> None:
     assert (compare(a, later).same, compare(a, later).common_steps) == (True, 18)
     later.scalars["loss"] = later.scalars["loss"] + 1
     assert "diverge in step 12 by more than 0.001 (the first common step" in str(compare(a, later))
-
-
-def test_steps_that_do_not_overlap_are_said_to() -> None:
-    a = run()
     for b, words in (
         (recording(5, 8, start=100, incident=None), "the second steps 100 to 104"),
         (Recording(np.zeros(0, np.int64), {}, {}), "the second no steps"),
     ):
         comparison = compare(a, b)
-        assert not comparison.comparable
-        assert not comparison.same
+        assert (comparison.comparable, comparison.same) == (False, False)
         assert f"cannot be compared: the first has steps 0 to 29, {words}, and no step is in both" in str(comparison)
 
 
@@ -207,29 +192,25 @@ def test_diff_has_the_exit_status_of_diff(tmp_path: Path, capsys: pytest.Capture
     a = str(save(made, tmp_path / "a.gradstat"))
     made.tables["gradient"].values[4:] *= 1.01
     b = str(save(made, tmp_path / "b.gradstat"))
-    assert main(["diff", a, a]) == 0
-    assert main(["diff", a, b]) == 1
-    assert "The runs diverge in step 4" in capsys.readouterr().out
-    assert main(["diff", a, b, "--tolerance", "0.1"]) == 0
-    capsys.readouterr()
-    assert main(["diff", a, b, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["step"] == 4
     other = str(save(recording(5, 8, start=500, incident=None), tmp_path / "c.gradstat"))
-    assert main(["diff", a, other]) == 2
-    assert "cannot be compared" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as caught:
+    for arguments, status, told in (
+        ([a, a], 0, "do not diverge"),
+        ([a, b], 1, "The runs diverge in step 4"),
+        ([a, b, "--tolerance", "0.1"], 0, "but nowhere by more than 0.1"),
+        ([a, b, "--json"], 1, '"step": 4'),
+        ([a, other], 2, "cannot be compared"),
+    ):
+        assert main(["diff", *arguments]) == status
+        assert told in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
         main(["diff", a, b, "--tolerance", "-1"])
-    assert caught.value.code == 2
 
 
 def test_view_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, other = save(recording(names=HOSTILE), tmp_path / "run.gradstat"), tmp_path / "folder" / "page.html"
     assert main(["view", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert (
-        "it began in step 30 with blocks.0.mlp.down.weight: The gradient of blocks.0.mlp.down.weight has"
-        in " ".join(out.split())
-    )
+    out, culprit = capsys.readouterr().out, "blocks.0.mlp.down.weight"
+    assert f"it began in step 30 with {culprit}: The gradient of {culprit} has" in " ".join(out.split())
     assert out.endswith(f"\npage: {tmp_path / 'run.html'}\n")
     assert main(["view", str(path), "--output", str(other), "--json"]) == 0
     content = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
@@ -281,10 +262,7 @@ def test_of_what_no_rule_judged_the_cause_among_what_is_bad_in_one_step_is_noted
     assert Diagnosis.of(made).notes == ("step 10: NaN or Inf in the batch of batch['x'], which no rule has judged",)
     del made.tables["batch"]
     assert Diagnosis.of(made).notes[0].startswith("step 10: NaN or Inf in the gradient of ")
-
-
-def test_what_is_not_finite_in_a_healthy_run_is_not_noted() -> None:
-    """The first steps under a loss scaler, which a rule has judged, and a mask of -Inf."""
+    # The first steps under a loss scaler, which a rule has judged, and a mask of -Inf, are not noted.
     made = recording(incident=None)
     made.tables["gradient"].values[:3, :, INF] = 1
     made.tables["buffer"] = series(2, made.steps)

@@ -136,9 +136,8 @@ def test_everything_is_as_before_bit_for_bit(kind: str, poison: bool) -> None:
 
 
 def test_a_closure_is_run_once() -> None:
-    model = nn.Linear(2, 1)
+    model, calls = nn.Linear(2, 1), []
     optimizer = torch.optim.LBFGS(model.parameters())
-    calls = []
 
     def closure() -> Tensor:
         calls.append(1)
@@ -188,7 +187,7 @@ class Unlucky(nn.Module):
         return nn.functional.dropout(self.weight * x, 0.5).sum().log()
 
 
-def test_a_fault_that_depends_on_dropout_comes_again(device: str) -> None:
+def test_a_fault_that_depends_on_dropout_comes_again_and_one_of_the_backward_pass_is_seen(device: str) -> None:
     model, x = Unlucky().to(device), torch.ones(3, device=device)
     keeper = StepStateKeeper(model)
     generator: Any = torch.cuda if device == "cuda" else torch
@@ -203,10 +202,6 @@ def test_a_fault_that_depends_on_dropout_comes_again(device: str) -> None:
         assert (culprit is not None) == bad
         outcomes.add(bad)
     assert outcomes == {True, False}
-
-
-def test_the_backward_pass_is_seen_on_every_device(device: str) -> None:
-    model = Unlucky().to(device)
     model.weight.data.zero_()
     culprit = find_culprit(model, lambda: model.weight.sqrt().sum().backward())
     assert (culprit.phase, culprit.kind, culprit.op) == ("backward", "inf", "sqrt")
@@ -269,10 +264,10 @@ def test_a_recorder_copies_large_buffers_only_when_they_changed() -> None:
     model = nn.Identity()
     model.register_buffer("mask", torch.zeros(70_000))
     keeper = StepStateKeeper(model)
-    for value in (None, None, 1.0):
-        if value is not None:
-            model.mask[5] = value
-        model(None)
+    model(None)
+    model(None)
+    model.mask[5] = 1.0
+    model(None)
     a, b, c = (state._buffers["mask"].copy for state in keeper.states)
     assert a is b
     assert c is not a
@@ -293,8 +288,7 @@ def test_a_recorder_starts_over_and_goes_away() -> None:
     model(x)
     keeper.detach()
     model(x)
-    assert keeper.states == []
-    assert not model._forward_pre_hooks
+    assert (keeper.states, list(model._forward_pre_hooks)) == ([], [])
     assert torch.cuda.is_initialized() == before
     gone = weakref.ref(model)
     del model
@@ -311,7 +305,7 @@ def run(schedule: Schedule, steps: int) -> str:
         expected = schedule.active
         with schedule:
             assert torch.is_anomaly_enabled() == schedule.active == expected
-            shown += "x" if torch.is_anomaly_enabled() else "."
+            shown += "x" if expected else "."
         assert not torch.is_anomaly_enabled()
     return shown
 
@@ -326,9 +320,8 @@ def test_every_nth_step_is_sampled_and_those_after_a_trigger(every: int | None, 
 
 
 def test_a_step_that_raises_in_the_mode_counts_and_restores_it() -> None:
-    schedule = Schedule(after_trigger=3)
+    schedule, weight = Schedule(after_trigger=3), nn.Parameter(torch.zeros(2))
     schedule.trigger()
-    weight = nn.Parameter(torch.zeros(2))
     with pytest.warns(UserWarning, match="Error detected in SqrtBackward0"):  # noqa: SIM117
         with pytest.raises(RuntimeError, match="returned nan values"), schedule:
             torch.where(weight > 0, weight.sqrt(), 0.0).sum().backward()
@@ -361,16 +354,7 @@ def test_a_trigger_inside_of_a_step_is_for_the_next_and_steps_do_not_nest() -> N
     assert run(schedule, 2) == "x."
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"every": 0}, ValueError, "every is 0; expected a whole number from 1"),
-        ({"every": 2.5}, TypeError, "every: expected a whole number, got float"),
-        ({"every": True}, TypeError, "every: .* got bool"),
-        ({"after_trigger": -1}, ValueError, "after_trigger is -1; expected a whole number from 1"),
-        ({"after_trigger": None}, TypeError, "after_trigger: .* got NoneType"),
-    ],
-)
-def test_nonsense_is_no_schedule(arguments: dict[str, object], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        Schedule(**arguments)  # type: ignore[arg-type]
+def test_nonsense_is_no_schedule() -> None:
+    for arguments in ({"every": 0}, {"after_trigger": None}):
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(arguments))}.*expected a"):
+            Schedule(**arguments)  # type: ignore[arg-type]

@@ -54,8 +54,7 @@ def test_too_long_a_run_is_thinned_but_keeps_what_matters(bad: list[int]) -> Non
         spoil(made.tables["gradient"], i, 2, nan=1)
     data = page_data.page_data(made, cells=2000)
     steps = data["steps"]
-    assert len(steps) <= 500
-    assert data["leftOut"] == 2000 - len(steps)
+    assert data["leftOut"] == 2000 - len(steps) >= 1500
     assert {0, bad[0], 1999} <= set(steps)
     if len(bad) < 10:
         assert {*bad, 777, *range(1990, 2000)} <= set(steps)
@@ -132,10 +131,11 @@ class Page:
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Opens the page of a recording, which must be clean at the end of a test."""
-    shown = []
+    """Opens the page of a recording, which must be clean before the next one is opened and at the end of a test."""
+    shown: list[Page] = []
 
     def show(made: Recording) -> Page:
+        _ = [page.assert_clean() for page in shown[-1:]]
         shown.append(Page(browser, write_page(made, tmp_path / "page.html")))
         return shown[-1]
 
@@ -172,14 +172,19 @@ Z = "$('#heat').data[0].z"
 NONFINITE = "$('#heat').data.find((t) => t.name === 'nonfinite').z"
 
 
-def test_it_opens_at_the_incident_with_the_headline(page: Page) -> None:
+def test_it_opens_at_the_incident_with_the_headline_and_lines_mark_what_was_bad_and_found(page: Page) -> None:
     assert page.text("headline").endswith(f" in step 30 with {CULPRIT}: The gradient of {CULPRIT} has 7 NaN and 2 Inf.")
     assert page.step == "step 30 of 39"
-    assert page("$$('.finding').length") == 3
-    assert page("$('.finding').dataset.severity") == "error"
+    assert page("[$$('.finding').length, $$('#marks i').length, $('.finding').dataset.severity]") == [3, 3, "error"]
     assert "\N{MINUS SIGN}Inf" in page("$('.finding dl').textContent")
-    assert page("$$('#marks i').length") == 3
     assert page.rows()[0][:3] == [CULPRIT, "7", "2"]
+    loss = "$('[data-series=loss] .plot').data"
+    assert page(f"[{loss}[1].x, {loss}[1].text, {loss}[2].text, {loss}[0].y[30]]") == [
+        *([30], ["step 30: NaN"], ["The loss tripled."], None)
+    ]
+    noted = "$('[data-series=loss_nonfinite] .plot').data"  # a series of bad steps only says nothing about the others
+    assert page(f"[{noted}[1].x, {noted}[0].y.filter((y) => y !== null)]") == [[], [1]]
+    assert page.text("constant") == ("The same in every step: loss scale 65,536 · gradients missing 0.")
 
 
 def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
@@ -219,13 +224,12 @@ def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
     assert page("$('[data-series=loss] .value').textContent") != "NaN"
 
 
-def test_keys_and_buttons_move_the_step(page: Page) -> None:
+def test_keys_and_buttons_move_the_step_and_play_replays_the_run_up_to_the_incident(page: Page) -> None:
     from selenium.webdriver import Keys
 
     for focused, key, step in (
         ("", Keys.ARROW_RIGHT, 31),
         ("", Keys.ARROW_LEFT, 30),
-        ("", Keys.ARROW_LEFT, 29),
         ("step", Keys.HOME, 0),
         ("", "i", 30),
         ("incident", Keys.ARROW_RIGHT, 31),  # buttons do not handle this key
@@ -239,9 +243,6 @@ def test_keys_and_buttons_move_the_step(page: Page) -> None:
         assert page.step == f"step {step} of 39"
     page.click("#incident")
     assert page.step == "step 30 of 39"
-
-
-def test_play_replays_the_run_up_to_the_incident(page: Page) -> None:
     page.click("#play")
     assert page.text("play") == "Pause"
     page.wait("Number($('#step').value) > 1 && Number($('#step').value) < 30")
@@ -253,14 +254,13 @@ def test_play_replays_the_run_up_to_the_incident(page: Page) -> None:
     assert page.step == "step 30 of 39"
 
 
-def test_a_name_shows_every_field_of_its_tensor(page: Page) -> None:
+def test_a_name_or_a_row_of_the_map_shows_every_field_of_its_tensor(page: Page) -> None:
     assert page("$('#detail').hidden")
     page.click("#worst tbody button")
     assert not page("$('#detail').hidden")
     assert page.text("detail-title") == CULPRIT
-    assert page("$$('#fields .chart').length") == 9
+    assert page("[$$('#fields .chart').length, $$('#fields .js-plotly-plot').length]") == [9, 9]
     assert page("$('#fields [data-series=l2_norm] .plot').data[1].x") == [30]
-    assert page("$$('#fields .js-plotly-plot').length") == 9
     page.choose("kind", "parameter")
     assert page.text("detail-title") == CULPRIT
     assert page.text("detail-size").startswith("parameter, ")
@@ -269,9 +269,7 @@ def test_a_name_shows_every_field_of_its_tensor(page: Page) -> None:
     assert page("$$('#fields .cursor')[0].style.left") != ""
     page.click("#close")
     assert page("$('#detail').hidden")
-
-
-def test_a_click_on_a_row_of_the_map_shows_the_tensor(page: Page) -> None:
+    page.choose("kind", "gradient")
     layer = page.browser.find_element("css selector", "#heat .nsewdrag")
     page.run("arguments[0].scrollIntoView({block: 'center'})", layer)
     at = int(-0.3 * layer.rect["width"]), int(((12 + 0.5) / 24 - 0.5) * layer.rect["height"])
@@ -306,18 +304,6 @@ def test_printing_opens_the_findings_and_hides_the_buttons(page: Page) -> None:
         True,
     ]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-
-
-def test_lines_mark_what_is_not_finite_and_what_was_found(page: Page) -> None:
-    loss = "$('[data-series=loss] .plot').data"
-    assert page(f"{loss}[1].x") == [30]
-    assert page(f"{loss}[1].text") == ["step 30: NaN"]
-    assert page(f"{loss}[2].text") == ["The loss tripled."]
-    assert page(f"{loss}[0].y[30]") is None
-    noted = "$('[data-series=loss_nonfinite] .plot').data"
-    assert page(f"{noted}[1].x") == []  # a series of bad steps only says nothing about the others
-    assert page(f"{noted}[0].y.filter((y) => y !== null)") == [1]
-    assert page.text("constant") == ("The same in every step: loss scale 65,536 · gradients missing 0.")
 
 
 def test_dark_and_small_screens(page: Page) -> None:
@@ -356,12 +342,10 @@ def test_long_runs_are_pooled_and_lose_no_bad_step(show: Any) -> None:
 def test_recordings_with_nothing_in_them_are_shown(show: Any) -> None:
     page = show(Recording(np.zeros(0, np.int64), {}, {}))
     assert page.text("headline") == "nothing is known about the model, since no step was seen"
-    page.assert_clean()
     one = recording(1, 1, incident=None)
     page = show(one)
     assert page.text("headline") == "nothing wrong in 1 step of GPT"
     assert page("$('#incident').hidden")
-    page.assert_clean()
     one.tables.clear()
     assert show(one)("$$('#series .chart, #constant').length") >= 1
 
@@ -387,13 +371,10 @@ def test_the_page_says_what_the_diagnosis_says_in_its_order(rule: str, show: Any
     assert page.step.startswith(f"step {diagnosis.incidents[0].first} of ")
 
 
-def test_the_line_that_a_replay_found_is_the_headline(show: Any) -> None:
+def test_the_headline_is_what_a_replay_found_or_not_green_if_the_loss_never_moved(show: Any) -> None:
     made = recording()
     made.meta["culprit"] = "replay of step 30: Inf was made\n  at model.py:7\n      x.log()\n  went in: self"
     assert show(made).text("headline") == "replay of step 30: Inf was made at model.py:7: x.log()"
-
-
-def test_a_loss_that_never_moved_is_not_green(show: Any) -> None:
     made = recording(incident=None)
     assert (Diagnosis.of(made).notes, show(made)("$('#headline').dataset.level")) == ((), "ok")
     made.scalars["loss"] = np.full(40, 2.303)
