@@ -62,13 +62,7 @@ class Seen(NamedTuple):
 
 
 class Program:
-    """A random program, in which `EVENTS` happen.
-
-    Args:
-        seed: Determines all randomness.
-        folder: For recordings.
-        late: Whether numbers arrive a step later, as from a GPU.
-    """
+    """A random program, in which `EVENTS` happen. With ``late``, numbers arrive a step later, as from a GPU."""
 
     def __init__(self, seed: int, folder: Path, late: bool = False) -> None:
         self.late = late

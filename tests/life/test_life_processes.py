@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.processes import ROOT, output_of, run
+from helpers.processes import ROOT, output_of, python
 from helpers.recordings import recording
 
 from gradstat.__main__ import main
@@ -143,9 +143,7 @@ def test_forks_workers_and_the_end_of_a_program_that_measures(tmp_path: Path) ->
     """A forked child computes the same bits, does not wait for missing threads, and keeps its parent's recording."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    # Through a wrapper, so that the output includes that of all children.
-    started = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
-    ended = run(started, program, tmp_path, *WAYS)
+    ended = python("-X", "faulthandler", program, tmp_path, *WAYS)
     # Coverage warns of modules imported before a fork.
     printed = [line for line in ended.stderr.splitlines() if "CoverageWarning" not in line and "self.warn(" not in line]
     assert (ended.returncode, printed) == (0, [])

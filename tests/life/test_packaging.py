@@ -6,10 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
-import venv
 import zipfile
 from dataclasses import dataclass
 from email import message_from_string
@@ -103,20 +101,16 @@ def library(request: pytest.FixtureRequest) -> tuple[str, Demands]:
 def first_use(wheel: Path, folder: Path, *, hidden: str = "", warnings: str = "error") -> tuple[dict[str, str], str]:
     """Installs the wheel, and runs the program without a compiler and the module ``hidden``; then `info`.
 
-    In a new environment, which also finds this one's packages, and with an empty PATH.
+    In front of this environment's packages, with an empty PATH.
     """
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = str(folder / "bin" / "python")
-    packages = next((folder / "lib").glob("python3.*")) / "site-packages"
-    # As a path, not as a site directory, so that an editable gradstat in there is not found.
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
-    run(*pip, "--target", str(packages), str(wheel), cwd=folder)
+    run(*pip, "--target", str(folder), str(wheel), cwd=folder)
     code = (
         f"import runpy, sys; sys.modules[{hidden!r}] = None; runpy.run_path({str(FIRST_USE)!r})['main']()\n"
         f"del sys.modules[{hidden!r}]; from gradstat.__main__ import main; main(['info'])"
     )
-    printed = run(python, "-W", warnings, "-c", code, cwd=folder, PATH="", PYTHONPATH="", CUDA_HOME="")
+    command = [sys.executable, "-W", warnings, "-c", code]
+    printed = run(*command, cwd=folder, PATH="", PYTHONPATH=str(folder), CUDA_HOME="")
     found, _, info = printed.partition("\n")
     used: dict[str, str] = json.loads(found)
     assert Path(used["file"]).is_relative_to(folder), "it used another gradstat than the installed one"
