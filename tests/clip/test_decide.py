@@ -28,10 +28,11 @@ def assert_same_state(ours: AdaptiveClip, theirs: AdaptiveClip) -> None:
 
 
 def norms(steps: int) -> list[float]:
-    """Norms with spikes, repetitions, zeros, nonfinite values, and values near the limits of float64."""
+    """Norms with spikes, repetitions, a change of level, zeros, NaN, Inf, and values near the limits of float64."""
     random = np.random.default_rng(steps)
     drawn = np.exp(random.normal(0, 0.3, steps))
     drawn[random.random(steps) < 0.1] = 1.0
+    drawn[steps // 2 :] *= 8
     for value, share in ((30.0, 0.03), (0.0, 0.03), (math.nan, 0.03), (math.inf, 0.03), (1e-300, 0.01), (1e300, 0.01)):
         drawn[random.random(steps) < share] = value
     return cast(list[float], drawn.tolist())

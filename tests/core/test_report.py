@@ -34,13 +34,9 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
     for stats in [*report, *pickle.loads(pickle.dumps(list(report)))]:
         x = tensors[stats.name].double()
         finite = x[x.isfinite()]
-        assert stats.shape == x.shape
-        assert stats.dtype == torch.float32
-        assert stats.device == torch.device("cpu")
-        assert stats.numel == x.numel()
-        assert stats.nan_count == x.isnan().sum()
-        assert stats.inf_count == x.isinf().sum()
-        assert stats.zero_count == (x == 0).sum()
+        assert (stats.shape, stats.dtype, stats.device.type) == (x.shape, torch.float32, "cpu")
+        counts = x.numel(), x.isnan().sum(), x.isinf().sum(), (x == 0).sum()
+        assert (stats.numel, stats.nan_count, stats.inf_count, stats.zero_count) == counts
         assert stats.zero_fraction == pytest.approx(stats.zero_count / (stats.numel or math.nan), nan_ok=True)
         assert stats.ok == bool(x.isfinite().all())
         assert stats.finite_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
