@@ -43,36 +43,27 @@ _COMPARE_EVERY = 100
 _OWN = "_ddp_params_and_buffers_to_ignore"
 
 
-class Watched(StepSource):
-    """One watched model: its steps under a framework, which tells each backward pass and its unscaled loss.
-
-    Attributes:
-        model, optimizer: As the framework has them.
-        monitor, listener: Its monitor, and who takes the monitor's steps.
-    """
+class FrameworkSource(StepSource):
+    """The steps of one model under a framework, which tells each backward pass and its unscaled loss."""
 
     is_loop, tells_backward = False, True
-    monitor: Monitor
-    listener: StepListener
 
-    def __init__(self, handle: Handle, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def __init__(self, handle: Handle, model: nn.Module) -> None:
         super().__init__(model, handle.device)
-        self._handle, self.model, self.optimizer = handle, model, optimizer
-        self.runs_steps = handle.runs_steps
+        self._handle, self.model = handle, model
+        self.runs_steps, self.saves = handle.runs_steps, handle.saves
         self._losses: list[Tensor] = []
         self._turn = 0  # in the last backward pass
 
-    def begin(self, monitor: Monitor, limit: Limit | None, alone: bool) -> None:
-        """Begins to take the steps of ``monitor``.
-
-        ``limit``: what gradstat clips to. ``alone``: no other optimizer takes the steps of this one.
-        """
-        self.monitor, self.listener = monitor, StepListener(monitor, self.optimizer, limit, alone)
-        if monitor.settings.engine is None:  # whose optimizer announces nothing
-            self.listener.listen()
-
     def is_complete(self) -> bool:
         return not is_replaying() and self._handle.is_complete(self)
+
+    def add(self, loss: Any) -> None:
+        """Adds the loss of a micro-batch, if it is a single number."""
+        if self._turn != self._handle.turns:  # what has not been measured belongs to the step of another model
+            self._turn, self._losses = self._handle.turns, []
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            self._losses.append(loss.detach().reshape(()))
 
     def loss(self, heard: Sequence[Any]) -> Any:
         """The loss of the step that is taken now; announcements know less about it than the framework."""
@@ -88,14 +79,33 @@ class Watched(StepSource):
     def show(self, findings: list[Finding]) -> None:
         self._handle.on_findings(findings)
 
+    def save_checkpoint(self) -> None:
+        self._handle.save_checkpoint()
+
+
+class Watched:
+    """One watched model: what the methods of a framework that were replaced call.
+
+    Attributes:
+        model, optimizer: As the framework has them.
+        monitor: Its monitor.
+    """
+
+    def __init__(
+        self, source: FrameworkSource, monitor: Monitor, optimizer: Optimizer | None, limit: Limit | None, alone: bool
+    ) -> None:
+        """``limit``: what gradstat clips to. ``alone``: no other optimizer takes the steps of this one."""
+        self.source, self.model, self.optimizer, self.monitor = source, source.model, optimizer, monitor
+        self.listener = StepListener(monitor, optimizer, limit, alone)
+        self.has_engine = monitor.settings.engine is not None  # whose optimizer announces nothing
+        if not self.has_engine:
+            self.listener.listen()
+
     def saw_backward(self, loss: Any) -> None:
-        """Notes a backward pass from the unscaled ``loss``, which counts if it is a single number."""
+        """Notes a backward pass from the unscaled ``loss``."""
         self.listener.saw_backward()
         with self.monitor.unwatched.suppress_errors(self.monitor.steps, "a loss could not be recorded"):
-            if self._turn != self._handle.turns:  # what has not been measured belongs to the step of another model
-                self._turn, self._losses = self._handle.turns, []
-            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-                self._losses.append(loss.detach().reshape(()))
+            self.source.add(loss)
 
     def measure(self) -> None:
         """Takes the step, unless it has been taken, before a change that nothing announces."""
@@ -123,6 +133,7 @@ class Handle:
 
     source = "trainer"  # of model, optimizer and scaler
     runs_steps = False  # the framework's own step can be run again, so a replay needs no function
+    saves = False  # the policy "checkpoint" exists
 
     def __init__(
         self, arguments: Mapping[str, Any], max_norm: Any = None, caller: Any = Monitor, healthy: bool = False
@@ -133,12 +144,12 @@ class Handle:
         refuse_unknown(arguments, caller, Monitor)
         # Where to save and what to replay is of the real monitor.
         checked = {name: value for name, value in arguments.items() if name not in ("save_to", "replay")}
-        settings = Settings.of(**checked, max_norm=max_norm)
+        settings = Settings.of(**checked, max_norm=max_norm, saves=self.saves)
         self.arguments = {**arguments, "rules": settings.rules}
         if arguments.get("save_to") is not None:  # the folder may change before there is a monitor
             self.arguments["save_to"] = path_of(arguments["save_to"], "save_to").absolute()
         self.max_norm = settings.limit
-        self.policies = {name for name in POLICIES if settings.policies.uses(name)}
+        self.policies = {name for name in (*POLICIES, "checkpoint") if settings.policies.uses(name)}
         self.watch = asked_for(arguments.get("watch"))
         if "replay" in self.policies and not self.runs_steps and not callable(arguments.get("replay")):
             raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
@@ -148,12 +159,12 @@ class Handle:
         self.is_replicated = False  # whether DDP keeps the same parameters on all ranks
         self.turns = 0  # how many steps have been measured of models that take turns
         self.watched: Sequence[Watched] = ()  # one for each model or optimizer, when training begins
-        self._engine_clips = False  # DeepSpeed's does
+        self._engine_clips = False
         self._patches: list[Layer] = []
         self._unwatched = Unwatched([])  # warns of failures of the adapter itself
 
-    def is_complete(self, watched: Watched) -> bool:
-        """Whether the gradients of ``watched`` are complete now, and what is about to change them concerns it."""
+    def is_complete(self, source: FrameworkSource) -> bool:
+        """Whether the gradients of ``source`` are complete now, and what is about to change them concerns it."""
         return True
 
     def divisor(self) -> int:
@@ -162,6 +173,9 @@ class Handle:
 
     def on_findings(self, findings: list[Finding]) -> None:
         """Shows new findings in the way of the framework."""
+
+    def save_checkpoint(self) -> None:
+        """Carries out the policy ``"checkpoint"``, on all ranks."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"
@@ -185,9 +199,9 @@ class Handle:
         """Whether the policy ``"stop"`` asks the loop to end; the same on all ranks."""
         return any(monitor.should_stop for monitor in self.monitors)
 
-    def _prepare(self, strategy: object, world_size: int, device: torch.device, setting: str) -> None:
+    def _prepare(self, engine: str | None, world_size: int, device: torch.device, setting: str) -> None:
         """Raises what `engine_clips` raises; afterwards models can be watched."""
-        self._engine_clips = engine_clips(strategy, self.policies, self.max_norm, setting)
+        self._engine_clips = engine_clips(engine, self.policies, self.max_norm, world_size, setting)
         self.device = device if world_size > 1 else None
 
     def _attach(
@@ -216,13 +230,13 @@ class Handle:
         if number and arguments.get("save_to") is not None:
             base = Path(arguments["save_to"])
             arguments["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
-        watched = Watched(self, model, optimizer)
+        source = FrameworkSource(self, model)
         given = optimizer if engine_of(model) is None else None  # an engine has its own, which announces nothing
         max_norm = self.max_norm if limit is None else limit
-        monitor = Monitor(model, given, scaler, max_norm=max_norm, source=watched, **arguments)
-        watched.begin(monitor, self.max_norm if limit is None else None, steps_itself)
-        self.watched = [*self.watched, watched]
-        return watched
+        monitor = Monitor(model, given, scaler, max_norm=max_norm, source=source, **arguments)
+        made = Watched(source, monitor, optimizer, self.max_norm if limit is None else None, steps_itself)
+        self.watched = [*self.watched, made]
+        return made
 
     @property
     def _single(self) -> Watched:

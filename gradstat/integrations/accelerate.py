@@ -14,7 +14,8 @@ from gradstat._core.warn import warn
 from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._handle import Handle, Watched, require_framework
+from gradstat.integrations._engines import engine_name_of
+from gradstat.integrations._handle import FrameworkSource, Handle, require_framework
 from gradstat.monitor.policies import Policies
 
 require_framework("accelerate", (1, 0))
@@ -86,7 +87,7 @@ class AccelerateHandle(Handle):
         """Made by `install`."""
         super().__init__(*arguments)
         self._warned: set[str] = set()
-        self._aside: list[Watched] = []  # the clip that runs is not that of their models
+        self._aside: list[FrameworkSource] = []  # the clip that runs is not that of their models
         self._check(accelerator)
         self._attach_models()
         self._patch_framework()
@@ -95,8 +96,9 @@ class AccelerateHandle(Handle):
         """Raises what `engine_clips` raises; afterwards models can be watched."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         is_fsdp2 = kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)
+        engine = None if is_fsdp2 else engine_name_of(kind)
         setting = "set its clip in its configuration, or pass a number to clip_grad_norm_"
-        self._prepare("FSDP2" if is_fsdp2 else kind, accelerator.num_processes, accelerator.device, setting)
+        self._prepare(engine, accelerator.num_processes, accelerator.device, setting)
         self._accelerator, self._engine = accelerator, None
         self.is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
 
@@ -171,7 +173,7 @@ class AccelerateHandle(Handle):
         for one in self.watched:
             for wrapper in joinables:
                 if without_ddp(wrapper) is one.model:
-                    one.wrapper = wrapper
+                    one.source.wrapper = wrapper
         return original(joinables, *args, **kwargs)
 
     def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +181,9 @@ class AccelerateHandle(Handle):
             one.measure()
         return original(*args, **kwargs)
 
-    def is_complete(self, watched: Watched) -> bool:
-        """Whether the accelerator synchronizes gradients, and clips none or those of ``watched``."""
-        return bool(self._accelerator.sync_gradients) and watched not in self._aside
+    def is_complete(self, source: FrameworkSource) -> bool:
+        """Whether the accelerator synchronizes gradients, and clips none or those of ``source``."""
+        return bool(self._accelerator.sync_gradients) and source not in self._aside
 
     def divisor(self) -> int:
         """The number of micro-batches."""
@@ -212,8 +214,12 @@ class AccelerateHandle(Handle):
                 f"{name} was called with parameters that belong to no watched model; they are clipped but not "
                 "measured. Prepare all models before gradstat's install()",
             )
-        self._aside = [one for one in self.watched if one not in those]
+        self._aside = [one.source for one in self.watched if one not in those]
         try:
+            if self._engine_clips and self._accelerator.sync_gradients:
+                for one in those:
+                    if not one.has_engine:  # FSDP 1 announces nothing
+                        one.measure()
             return original(listed, *args, **kwargs)
         finally:
             self._aside = []

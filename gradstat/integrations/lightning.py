@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradstat._core.files import path_of
 from gradstat._core.parameters import Parameters
 from gradstat._step.loss_scale import require_scale
 from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations._handle import Handle, Watched, require_framework
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
@@ -58,23 +61,26 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     Args:
         max_norm: A number or an adaptive clip, applied before each step in place of ``Trainer(gradient_clip_val=...)``.
             None leaves clipping to Lightning, and the weights keep their bits.
-        on_anomaly: As for `gradstat.Monitor`. ``"stop"`` sets ``trainer.should_stop``; ``"replay"`` runs the training
-            step again. If a policy applies on one rank, all ranks carry it out.
+        on_anomaly: As for `gradstat.Monitor`. In addition, ``"checkpoint"`` saves a checkpoint of the trainer.
+            ``"stop"`` sets ``trainer.should_stop``; ``"replay"`` runs the training step again. If a policy applies on
+            one rank, all ranks carry it out.
         log_every: Interval of logging in steps; None for the trainer's ``log_every_n_steps``, 0 for never.
         aggregates, per_tensor, top, prefix, norms: What to log, as for `gradstat.integrations.loggers.log_report`.
+        save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
         healthy_checkpoints: Whether ``ModelCheckpoint`` saves nothing while `gradstat.Monitor.is_healthy` is False, so
             that no checkpoint with NaN or Inf replaces the last healthy one.
         options: Further arguments of the monitor: ``rules``, ``watch``, ``save_to``, ``options`` and so on.
 
     Attributes:
         monitors: One for each optimizer. With several, each watches the parameters of its optimizer only.
+        checkpoints: Files that ``"checkpoint"`` saved.
 
     Raises:
         TypeError, ValueError: An argument is invalid. Settings of the trainer that conflict with those here are
             refused before training starts.
     """
 
-    runs_steps = True
+    runs_steps = saves = True
 
     def __init__(
         self,
@@ -87,6 +93,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         top: int | None = 20,
         prefix: str = "grad/",
         norms: Sequence[str] = (),
+        save_dir: str | Path | None = None,
         healthy_checkpoints: bool = False,
         **options: Any,
     ) -> None:
@@ -95,6 +102,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         super().__init__({"on_anomaly": on_anomaly, **options}, max_norm, GradstatCallback, healthy_checkpoints)
         self._choice = Choice(aggregates, per_tensor, top, prefix, norms).check()
         self._log_every = log_every
+        self._save_dir = None if save_dir is None else path_of(save_dir, "save_dir").absolute()
+        self.checkpoints: list[Path] = []
         self._trainer: Any = None
         self._runs_steps = self.replays and not callable(self.arguments.get("replay"))
         self._step_replay: StepReplay | None = None
@@ -109,7 +118,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._trainer = trainer
         self._refuse(trainer, pl_module)
         remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
-        self._prepare(trainer.strategy, trainer.world_size, trainer.strategy.root_device, remedy)
+        self._prepare(engine_name_of(trainer.strategy), trainer.world_size, trainer.strategy.root_device, remedy)
         for callback in trainer.checkpoint_callbacks:
             for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also delete old files
                 if hasattr(callback, name):
@@ -156,7 +165,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if len(trainer.optimizers) > 1:
             trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in trained)
-        elif self.watch.get("origin") or self._engine_clips:
+        elif self.watch.get("origin") or engine_name_of(trainer.strategy) == "DeepSpeed":
             model = trainer.strategy.model  # the DDP module, or the engine
         by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
         limit = float(trainer.gradient_clip_val) if by_norm else None
@@ -243,6 +252,15 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             prefix = self._prefix(self._choice.prefix, self.watched.index(watched))
             choice = self._choice._replace(prefix=prefix)._asdict()
             log_scalars(trainer.loggers, scalars_of(watched.monitor, **choice), at)
+
+    def save_checkpoint(self) -> None:
+        """Saves a checkpoint of the trainer."""
+        trainer = self._trainer
+        folder = self._save_dir or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        path = Path(folder) / f"gradstat-step{trainer.global_step}.ckpt"
+        if path not in self.checkpoints:
+            self.checkpoints.append(path)
+            trainer.save_checkpoint(path)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; the monitors load their states when training starts."""

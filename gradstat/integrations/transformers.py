@@ -14,7 +14,7 @@ from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._handle import require_framework
 from gradstat.integrations.accelerate import AccelerateHandle
-from gradstat.monitor import AnomalyWarning
+from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
 
 require_framework("transformers", (4, 57))
@@ -210,6 +210,18 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         if saves_best or self.should_stop:
             control.should_evaluate = False
         return True
+
+    def on_findings(self, findings: list[Finding]) -> None:
+        """Warns if the Trainer's logs hide a loss that was not finite."""
+        lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
+        if lost is not None and self.trainer.args.logging_nan_inf_filter:
+            self._warn_once(
+                "filter",
+                f"the Trainer does not log the loss of step {lost.step}, which was not finite: "
+                "logging_nan_inf_filter=True replaces it by the average of earlier losses. See grad/loss, or pass "
+                "TrainingArguments(logging_nan_inf_filter=False)",
+                AnomalyWarning,
+            )
 
     def _replay_step(self) -> list[Any]:
         """Runs the newest step again, on this rank alone."""

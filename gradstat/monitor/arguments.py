@@ -17,7 +17,7 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.guard import SpikeGuard
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.policies import Policies, PolicyTable
+from gradstat.monitor.policies import POLICIES, Policies, PolicyTable
 from gradstat.recording.kinds import periods
 from gradstat.replay.rerun import takes_batch
 from gradstat.rules import default_rules
@@ -48,8 +48,12 @@ class Settings(NamedTuple):
         classes: int | Mapping[str, int] | None = None,
         guard: SpikeGuard | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
+        saves: bool = False,
     ) -> Settings:
-        """Checks arguments of `gradstat.Monitor`. Raises TypeError or ValueError as it does."""
+        """Checks arguments of `gradstat.Monitor`; ``saves`` says that the policy ``"checkpoint"`` exists.
+
+        Raises TypeError or ValueError as `gradstat.Monitor` does.
+        """
         expect("rules", rules, Iterable | None, "a list of rules or None")
         listed: list[Any] = default_rules() if rules is None else list(rules)
         for rule in listed:
@@ -62,7 +66,7 @@ class Settings(NamedTuple):
         counts: list[Any] = [*classes.values()] if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in counts):
             raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
-        table = PolicyTable(on_anomaly, [rule.name for rule in listed])
+        table = PolicyTable(on_anomaly, [rule.name for rule in listed], (*POLICIES, *["checkpoint"] * saves))
         limit = checked_limit(max_norm)
         return cls(listed, table, periods(watch), limit, classes, guard, MonitorOptions.of(options))
 
@@ -92,7 +96,7 @@ class Settings(NamedTuple):
     @property
     def remedies(self) -> set[str]:
         """Those of `gradstat.rules.advice` that are in use already."""
-        used = ["replay"] * self.policies.uses("replay")
+        used = [policy for policy in ("replay", "rollback") if self.policies.uses(policy)]
         return {*used, *["activations"] * bool(self.periods["activations"]), *["clip"] * (self.limit is not None)}
 
 
@@ -137,12 +141,12 @@ def check_engine_options(
     engine: Engine, optimizer: object, guard: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]
 ) -> None:
     """Refuses what an engine does by itself: TypeError for an optimizer, NotImplementedError for other options."""
-    chosen = [policy for policy in ("skip", "replay") if policies.uses(policy)]
+    chosen = [policy for policy in ("skip", "rollback", "replay") if policies.uses(policy)]
     chosen += ["replay"] * bool(replay) + ["guard"] * (guard is not None)
     if chosen:
         raise NotImplementedError(
             f"{chosen[0]!r} is not supported with {engine.name}, which clips, skips and steps by itself; use "
-            "'warn', 'raise' or 'stop'"
+            "'warn', 'raise', 'stop' or 'snapshot'"
         )
     if watch["updates"]:
         raise NotImplementedError(f"watch={{'updates': ...}} is not supported with {engine.name}, which may shard them")

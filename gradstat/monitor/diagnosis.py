@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from gradstat._core.text import count_of, lines_of, listed, printable, steps_in_words, wrapped
+from gradstat._core.text import and_more, count_of, lines_of, listed, printable, steps_in_words, wrapped
 from gradstat.recording.findings import Finding, in_words, reference_to
 from gradstat.recording.recording import Recording, first_nonfinite
 from gradstat.rules import RULES
@@ -18,7 +18,7 @@ from gradstat.tensor_stats import Judged
 
 # Findings that begin within this many steps of each other form one incident.
 _APART = 50
-# Texts have no more findings than this; `Diagnosis.to_dict` has all.
+# Texts and pages have no more findings than this; `Diagnosis.to_dict` has all.
 _SHOWN = 100
 # A loss has fallen if its mean over a quarter of the steps, at least 4, is smaller by this part.
 _LEAST, _FALLS = 4, 0.01
@@ -127,11 +127,12 @@ class Diagnosis(Judged):
         lines = [f"gradstat: {self.headline()}"]
         if self.culprit:
             lines += ["", *self.culprit.splitlines()]
-        number, left, followed = 0, _SHOWN, self._followed()
-        for i, incident in enumerate(self.incidents):
-            if len(self.incidents) > 1 and left > 0:
+        number = 0
+        (shown, more), followed = self._shown(), self._followed()
+        for i, incident in enumerate(shown):
+            if len(self.incidents) > 1:
                 lines += ["", f"incident {i + 1}, {steps_in_words((incident.first, incident.last))}"]
-            for finding in incident.findings[: max(left, 0)]:
+            for finding in incident.findings:
                 number += 1
                 lines += ["", f"{number}. {finding.rule} ({finding.severity}), since step {finding.step}"]
                 lines.append(f"   {finding.text}")
@@ -141,12 +142,10 @@ class Diagnosis(Judged):
                 lines += [f"   followed by: {effects}"] if effects else []
                 for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
                     lines += [f"   {title}:", *(f"     - {item}" for item in items)] if items else []
-            left -= len(incident.findings)
-        lines += ["", f"... and {-left:,} more findings"] if left < 0 else []
-        infos = [f for f in self.findings if f.severity == "info" and "follows" not in f.evidence]
-        noted = [*self.notes, *(f"step {f.step}: {f.text}" for f in infos)]
-        if noted:
-            lines += ["", "also noted:", *lines_of(noted, 10, "  {}".format)]
+        lines += ["", more] if more else []
+        infos = self._infos()
+        if infos:
+            lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
         return "\n".join(map(wrapped, map(printable, lines)))
 
     def _followed(self) -> dict[str, str]:
@@ -158,6 +157,19 @@ class Diagnosis(Judged):
                 followed.setdefault(str(finding.evidence["follows"]), {})[words] = None
         return {cause: ", ".join(words) for cause, words in followed.items()}
 
+    def _shown(self) -> tuple[list[Incident], str]:
+        """The incidents with the first findings, and how many findings are left out, in words."""
+        shown, left = [], _SHOWN
+        for incident in self.incidents:
+            if left > 0:
+                shown.append(replace(incident, findings=incident.findings[:left]))
+            left -= len(incident.findings)
+        return shown, and_more(-left, "... and {} more findings")
+
+    def _infos(self) -> list[str]:
+        infos = [f for f in self.findings if f.severity == "info" and "follows" not in f.evidence]
+        return [*self.notes, *(f"step {f.step}: {f.text}" for f in infos)]
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
         places = itertools.count()  # incidents have the findings in order
@@ -167,8 +179,29 @@ class Diagnosis(Judged):
         return {"ok": self.ok, "headline": self.headline(), **values, "findings": findings, "incidents": incidents}
 
     def to_html(self) -> str:
-        """The text as an HTML fragment, escaped."""
-        return f'<pre class="gradstat-diagnosis">{html.escape(str(self))}</pre>'
+        """The diagnosis as an HTML fragment, all text escaped."""
+        out = [f'<div class="gradstat-diagnosis"><p><b>{html.escape(self.headline())}</b></p>']
+        if self.culprit:
+            out.append(f"<pre>{html.escape(self.culprit)}</pre>")
+        (shown, more), followed = self._shown(), self._followed()
+        for incident in shown:
+            out.append(f"<h3>{steps_in_words((incident.first, incident.last))}</h3><ol>")
+            for f in incident.findings:
+                causes, advice = (_listed(items) for items in (f.causes, f.advice))
+                effects = followed.get(reference_to(f), "")
+                out.append(
+                    f'<li class="{f.severity}"><b>{html.escape(f.rule)}</b> ({f.severity}), since step {f.step}, in '
+                    f"<code>{html.escape(f.name)}</code><br>{html.escape(f.text)}"
+                    + f"<br>followed by: {html.escape(effects)}"
+                    * bool(effects)
+                    + f"<details><summary>causes and remedies</summary><p>likely causes</p>{causes}"
+                    f"<p>what to try</p>{advice}</details></li>"
+                )
+            out.append("</ol>")
+        out.append(f"<p>{more}</p>" if more else "")
+        if self._infos():
+            out.append("<p>also noted</p>" + _listed(self._infos()[:_SHOWN]))
+        return "".join(out) + "</div>"
 
     _repr_html_ = to_html
 
@@ -198,3 +231,7 @@ def _formatted(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_formatted, value[:5]))}{', ...' * (len(value) > 5)}]"
     return str(value)
+
+
+def _listed(items: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"

@@ -60,12 +60,12 @@ class Monitor(Results):
     Args:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
             DeepSpeed's engine or Megatron-Core's DistributedDataParallel.
-        optimizer: Provides the learning rate and the optimizer states; needed to skip; restored by a replay.
+        optimizer: Provides the learning rate and the optimizer states; needed to skip; restored by rollback and replay.
         scaler: The loss scaler, if any: the loss scale is watched and divided out of the statistics. None to take the
             one that has scaled a loss before the first step, if it is the only one, and this the only open monitor.
-        on_anomaly: How to respond to findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"replay"``,
-            ``"record"`` (only add to `findings`), a callable ``(monitor, finding)``, or several. It applies to errors;
-            a mapping is by severity or by rule name, which takes precedence.
+        on_anomaly: How to respond to findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
+            ``"rollback"``, ``"replay"``, ``"record"`` (only add to `findings`), a callable ``(monitor, finding)``, or
+            several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
         watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
         rules: The rules to run; None for `gradstat.monitor.default_rules()`.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none. The
@@ -81,7 +81,7 @@ class Monitor(Results):
             are not finite, like the policy ``"skip"``.
         source: Who takes the steps, where `gradstat.auto` or an integration does; None for a loop that calls `step`.
         options: Settings that are seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for
-            example: history size, when numbers are read, how often rules run, the label to ignore.
+            example: history size, when numbers are read, how often rules run, what a replay and a rollback keep.
 
     Attributes:
         findings: All findings so far, in order.
@@ -119,7 +119,7 @@ class Monitor(Results):
     ) -> None:
         settings = Settings.of(
             on_anomaly=on_anomaly, watch=watch, rules=rules, max_norm=max_norm, classes=classes, guard=guard,
-            options=options,
+            options=options, saves=source is not None and source.saves,
         )  # fmt: skip
         self.source = StepSource(model) if source is None else source
         scaler = inner_scaler(scaler)
@@ -151,7 +151,7 @@ class Monitor(Results):
     @scaler.setter
     def scaler(self, scaler: Any) -> None:
         self.recorder.scaler = scaler = inner_scaler(scaler)
-        self.responder.replayer.scaler = scaler
+        self.responder.use_scaler(scaler)
 
     # One step --------------------------------------------------------------------------------------------
 
@@ -205,8 +205,8 @@ class Monitor(Results):
                 raise
             except Exception:
                 self.unwatched.report_failure(step, "a step could not be measured")
-            if pending is not None and responder.skipping is not None:
-                responder.request_skip(responder.skipping, pending, loss)
+            if pending is not None and responder.prepares:
+                responder.prepare(pending, loss)
             # On the CPU nothing is copied, so there is nothing to wait for.
             leaving = self._lag if pending is None or pending.numbers[0].rows.needs_copy else 0
             is_quiet = self.reviewer.take(pending, leaving)

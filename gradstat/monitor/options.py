@@ -22,6 +22,8 @@ class MonitorOptions:
             at once, with a host sync in every step. On the CPU nothing is copied and they are always read at once.
         review_every: Maximum number of healthy steps between two reviews. Before step 4,096 they are more frequent: at
             least every sixteenth of the run or every 64 steps.
+        rollback_every: For ``"rollback"``, the number of steps between two copies of the state to host memory. It is
+            larger if the numbers of a step are read later than that.
         ignore_index: A label value that marks positions without a label.
         backend: As in `gradstat.check`.
         extra_groups: As in `gradstat.check`, but in lists, not iterators, since every step reads them. Norms and counts
@@ -35,12 +37,13 @@ class MonitorOptions:
     max_bytes: int = 256 * 2**20
     lag: int = 1
     review_every: int = 256
+    rollback_every: int = 100
     ignore_index: int = -100
     backend: str | None = None
     extra_groups: ExtraGroups | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("history", 0), ("max_bytes", 0), ("lag", 0), ("review_every", 1)):
+        for name, least in (("history", 0), ("max_bytes", 0), ("lag", 0), ("review_every", 1), ("rollback_every", 1)):
             number = getattr(self, name)
             if type(number) is not int or number < least:
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")

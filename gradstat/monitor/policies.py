@@ -9,7 +9,7 @@ from gradstat._core.text import printable
 from gradstat._core.warn import warn
 from gradstat.recording.findings import SEVERITIES, Finding
 
-POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "replay")
+POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
 """Names of policies; docs/monitor.md says what each does."""
 
 Policy = str | Callable[[Any, Finding], object]  # a callable gets the `Monitor` and the finding
@@ -32,9 +32,9 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """The policies of ``on_anomaly`` by severity and rule, or the default ones."""
+    """The policies of ``on_anomaly`` by severity and rule, or the default ones. Each is a callable or in ``names``."""
 
-    def __init__(self, on_anomaly: Policies, rules: Sequence[str]) -> None:
+    def __init__(self, on_anomaly: Policies, rules: Sequence[str], names: Sequence[str] = POLICIES) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}
         if isinstance(on_anomaly, Mapping):
             for key, policies in on_anomaly.items():
@@ -43,29 +43,33 @@ class PolicyTable:
                         f"on_anomaly[{key!r}]: expected a severity ({', '.join(SEVERITIES)}) or the name of a rule "
                         f"({', '.join(rules)})"
                     )
-                self._by[key] = _listed(policies)
+                self._by[key] = _listed(policies, names)
         elif on_anomaly is not None:
-            self._by["error"] = _listed(on_anomaly)
+            self._by["error"] = _listed(on_anomaly, names)
             if on_anomaly == "record":
                 self._by["warning"] = ("record",)
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
         return self._by.get(finding.rule, self._by[finding.severity])
 
+    def changed(self, change: Callable[[Policy], Policy]) -> Policies:
+        """The table as ``on_anomaly``, with what ``change`` returns in place of each policy."""
+        return {key: list(map(change, policies)) for key, policies in self._by.items()}
+
     def uses(self, policy: str) -> bool:
         """Whether a policy applies to any severity or rule."""
         return any(policy in policies for policies in self._by.values())
 
 
-def _listed(policies: Any) -> tuple[Policy, ...]:
+def _listed(policies: Any, names: Sequence[str]) -> tuple[Policy, ...]:
     listed = tuple(policies) if isinstance(policies, Iterable) and not isinstance(policies, str) else (policies,)
     for policy in listed:
         if isinstance(policy, str):
-            if policy not in POLICIES:
-                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}, or a callable")
+            if policy not in names:
+                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(names)}, or a callable")
         elif not callable(policy):
             raise TypeError(
-                f"on_anomaly: expected one of {', '.join(POLICIES)}, a callable, several of these, or a mapping by "
+                f"on_anomaly: expected one of {', '.join(names)}, a callable, several of these, or a mapping by "
                 f"severity or rule, got {type(policy).__name__}"
             )
     return listed

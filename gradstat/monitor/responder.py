@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gradstat._core.warn import QUIET, warn, warning_of_failure
 from gradstat._step import decision
 from gradstat._step.decision import SkipRequest
+from gradstat.monitor.actions import Snapshots
 from gradstat.monitor.arguments import Settings
 from gradstat.monitor.flight_file import FlightFile
 from gradstat.monitor.policies import AnomalyError, Policy, Warner
@@ -28,13 +29,13 @@ from gradstat.rules.advice import causes_and_advice
 from gradstat.rules.rows import Observation
 
 # Policies that act on a running training: at its end they warn.
-_OF_RUNNING_TRAINING = ("raise", "stop", "replay")
+_OF_RUNNING_TRAINING = ("raise", "stop", "rollback", "replay", "checkpoint")
 # Policies that ranks which respond together carry out after a vote.
-_BY_VOTE = ("replay", "raise", "stop")
+_BY_VOTE = ("replay", "checkpoint", "raise", "stop")
 
 
 class Responder:
-    """Skips, warns, raises, stops, saves and replays, as ``policies`` say.
+    """Skips, warns, raises, stops, saves, rolls back and replays, as ``policies`` say.
 
     Where ranks respond together (`StepSource.device`), a finding on this rank only requests what would part it from the
     others; `agree` then carries it out on all of them.
@@ -57,8 +58,12 @@ class Responder:
         self._recorder, self._reviewer, self.replayer = recorder, reviewer, replayer
         self._file, self._warner, self._saved = file, Warner(), -QUIET
         # The optimizer that may be told to skip a step.
-        self.skipping = settings.optimizer if settings.skipped_by else None
+        self._skipping = optimizer = settings.optimizer if settings.skipped_by else None
         self._skip_flag: Tensor | None = None  # of the newest step
+        self.snapshots: Snapshots | None = None
+        if self._policies.uses("rollback"):
+            self.snapshots = Snapshots(recorder.trained, settings.optimizer, recorder.scaler)
+        self.prepares = optimizer is not None or self.snapshots is not None  # whether `prepare` has anything to do
         self.should_stop = False
         self._votes = None if source.device is None else RankVotes(source.device)
         if self._votes is not None:  # all ranks replay, and mostly one of them has made the NaN
@@ -66,8 +71,8 @@ class Responder:
         self._requested: set[str] = set()
         self._error: AnomalyError | None = None  # to be raised after the vote
         self._is_withheld = False  # whether the last due checkpoint was
-        if self.skipping is not None:
-            decision.request(self.skipping, self, None)  # a closure may make the first request within a step
+        if optimizer is not None:
+            decision.request(optimizer, self, None)  # a closure may make the first request within a step
 
     # Before the step -------------------------------------------------------------------------------------
 
@@ -81,18 +86,29 @@ class Responder:
         ranks = self._ranks
         return loss if ranks is None else ranks.mean(loss)
 
-    def request_skip(self, optimizer: Optimizer, pending: Pending, loss: Any) -> None:
+    def prepare(self, pending: Pending, loss: Any) -> None:
+        """Requests to skip a step that was just measured, if a policy does, and copies the state for a rollback."""
+        optimizer = self._skipping
+        if optimizer is not None:
+            wish = self._skip_request(optimizer, pending, loss)
+            self._skip_flag = None if wish is None else wish.flag
+            decision.request(optimizer, self, wish)
+        if self.snapshots is not None and pending.step % self._settings.options.rollback_every == 0:
+            with self._unwatched.suppress_errors(pending.step, "the state of a step could not be copied"):
+                self.snapshots.confirm(self._reviewer.healthy_at)
+                self.snapshots.take(pending.step)
+
+    def _skip_request(self, optimizer: Optimizer, pending: Pending, loss: Any) -> SkipRequest | None:
         """Asks for the step to be skipped if a gradient is not finite or the guard refuses; an enabled scaler skips."""
         measured, guard, scaler = pending.numbers[0], self._settings.guard, self._recorder.scaler
-        wish = None
-        if measured.flag is not None and not (scaler is not None and scaler.is_enabled()):
-            wish = SkipRequest(measured.flag)
-            if guard is not None and measured.norm is not None:
-                backend = self._settings.options.backend
-                with self._unwatched.suppress_errors(pending.step, "the guard could not judge a step"):
-                    wish = decision.judged(guard, optimizer, measured.norm, measured.flag, loss, backend)
-        self._skip_flag = None if wish is None else wish.flag
-        decision.request(optimizer, self, wish)
+        if measured.flag is None or (scaler is not None and scaler.is_enabled()):
+            return None
+        wish = SkipRequest(measured.flag)
+        if guard is not None and measured.norm is not None:
+            backend = self._settings.options.backend
+            with self._unwatched.suppress_errors(pending.step, "the guard could not judge a step"):
+                wish = decision.judged(guard, optimizer, measured.norm, measured.flag, loss, backend)
+        return wish
 
     def stop(self, should_stop: bool = True) -> None:
         """Sets ``should_stop``; ranks that respond together first agree on it."""
@@ -120,7 +136,7 @@ class Responder:
         if not findings:
             return
         raising = [finding for finding in findings if self._act_on(monitor, finding)]  # all, before one raises
-        with self._unwatched.suppress_errors(self._reviewer.steps, "findings could not be shown"):
+        with self._unwatched.suppress_errors(monitor.steps, "findings could not be shown"):
             self._source.show(findings)
         if raising:
             first = raising[0]
@@ -151,9 +167,13 @@ class Responder:
             if callable(policy):
                 policy(monitor, finding)
             elif policy == "warn":
-                self._warner.warn(finding, self._reviewer.steps)
+                self._warner.warn(finding, monitor.steps)
             elif policy == "raise":
                 raising = True
+            elif policy == "snapshot":
+                self._file.write(lambda: self.recording(str(finding)), self._file.beside(finding))
+            elif policy == "rollback":
+                self._roll_back(finding)
             elif policy == "replay" and finding.step + 1 < monitor.steps:
                 continue  # an older step cannot be run again
             elif policy in _BY_VOTE and self._votes is not None:
@@ -162,14 +182,16 @@ class Responder:
                 self._carry_out(policy, monitor)
         if finding.severity == "error" and finding.step - self._saved >= QUIET and not is_over:
             self._saved = finding.step
-            if self._file.path is not None:
-                self.save(str(finding))
+            self.save(str(finding))
         return raising
 
     def _carry_out(self, policy: str, monitor: Any) -> None:
         """Carries out one of the policies that ranks vote on, but for ``"raise"``."""
         if policy == "stop":
             self.should_stop = True
+        elif policy == "checkpoint":
+            with self._unwatched.suppress_errors(monitor.steps, "a checkpoint could not be saved"):
+                self._source.save_checkpoint()
         elif policy == "replay" and not self._is_explained():
             self.replayer.run_once(monitor.steps - 1, monitor.replay)
 
@@ -177,6 +199,17 @@ class Responder:
         """Whether a replay has found the cause of what is not finite now: another would find a consequence."""
         replayed, since = self.replayer, self._reviewer.bad_since
         return replayed.culprit is not None and since is not None and replayed.step >= since
+
+    def _roll_back(self, finding: Finding) -> None:
+        snapshots = self.snapshots
+        if snapshots is None:
+            return
+        snapshots.confirm(self._reviewer.healthy_at)
+        if snapshots.restore() is not None:
+            self._reviewer.drop_pending()
+            self._recorder.forget()
+        else:
+            warn(f"cannot roll back: there is no healthy snapshot of this model; {finding}", RuntimeWarning)
 
     # Ranks that respond together -------------------------------------------------------------------------
 
@@ -239,17 +272,26 @@ class Responder:
 
     def save(self, why: str) -> None:
         """Writes the recording, if there is a place for it; warns if it cannot."""
-        self._file.write(lambda: self.recording(why))
+        if self._file.path is not None:
+            self._file.write(lambda: self.recording(why), self._file.path)
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Takes ``scaler`` for the loss scaler of snapshots and replays."""
+        self.replayer.scaler = scaler
+        if self.snapshots is not None:
+            self.snapshots.scaler = scaler
 
     def forget(self) -> None:
         """Forgets everything about earlier steps, as for another run."""
         self.replayer.forget()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self._warner, self._saved = Warner(), -QUIET
         self._requested.clear()
         self._error = None
 
     def remove(self) -> None:
         """Withdraws requests to skip, and removes the hook of replays."""
-        if self.skipping is not None:
-            decision.request(self.skipping, self, None)
+        if self._skipping is not None:
+            decision.request(self._skipping, self, None)
         self.replayer.remove()

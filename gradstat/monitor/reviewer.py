@@ -37,6 +37,7 @@ class Reviewer:
         nonfinite_steps: Number of steps, among those read, in which a gradient was not finite.
         findings: All findings so far.
         bad_since: While the steps that are read are not finite, the first of them.
+        healthy_at: The last step that was read and is within all bands; -1 before the first.
         raised: While they are not finite, the finding that was raised as an error: it is to be raised again.
     """
 
@@ -49,7 +50,6 @@ class Reviewer:
         findings: list[Finding],
     ) -> None:
         self._settings, self._source, self._recorder, self._unwatched = settings, source, recorder, unwatched
-        self._skipped_by, self._remedies = settings.skipped_by, settings.remedies
         options = settings.options
         self.rules = RuleRunner(settings.rules, options.review_every, settings.periods["parameters"])
         self.log = StepLog(options.history, options.max_bytes)
@@ -66,10 +66,11 @@ class Reviewer:
         self.new = []
         self.bad_since: int | None = None
         self.raised: Finding | None = None
+        self.healthy_at = -1
         self._last_state_check = [-QUIET, -QUIET]  # last steps with a finite loss, and with another
 
     def drop_pending(self) -> None:
-        """Drops the steps that were not read."""
+        """Drops the steps that were not read, because the parameters they were measured with are gone."""
         self._pending.clear()
 
     def take_new(self) -> list[Finding]:
@@ -120,6 +121,8 @@ class Reviewer:
                 self.bad_since = pending.step
             if self.raised is not None and not self.new:
                 self.new.append(self.raised)
+            if not is_out_of_band:
+                self.healthy_at = pending.step
         return not self.new
 
     def _measure_state(self, pending: Pending) -> None:
@@ -161,12 +164,12 @@ class Reviewer:
             is_scaled=recorder.is_scaled,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,
-            skipped_by="the loss scaler" if recorder.is_scaled else self._skipped_by,
+            skipped_by="the loss scaler" if recorder.is_scaled else settings.skipped_by,
             has_rival=recorder.has_rival,
             **optimizer_settings(settings.optimizer),
         )
         # Remedies that the run uses already, or cannot use, are left out of advice.
-        in_use = [*self._remedies, *["skip"] * bool(run.skipped_by)]
+        in_use = [*settings.remedies, *["skip"] * bool(run.skipped_by)]
         not_usable = () if settings.engine is None else ("replay",)
         window = self.log.close(run)
         findings = [

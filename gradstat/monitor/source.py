@@ -22,6 +22,7 @@ class StepSource:
 
     is_loop = True  # the user's program calls `Monitor.step`
     runs_steps = False  # a step can be run again by itself, so that the policy "replay" needs no function
+    saves = False  # the policy "checkpoint" exists
     tells_backward = (
         False  # `StepListener.saw_backward` is called for each backward pass, and torch's count for nothing
     )
@@ -48,6 +49,9 @@ class StepSource:
 
     def show(self, findings: list[Finding]) -> None:
         """Shows new findings in the way of a framework."""
+
+    def save_checkpoint(self) -> None:
+        """Carries out the policy ``"checkpoint"``, on all ranks."""
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor:

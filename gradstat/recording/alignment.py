@@ -47,7 +47,14 @@ def unwrapped(recording: Recording, argument: str) -> Recording:
     for kind, series in recording.tables.items():
         names = series.names if kind_of(kind).names == "batch" else tuple(map(bare, series.names))
         tables[kind] = replace(series, names=names) if len(set(names)) == len(names) else series
-    return replace(recording, tables=tables)
+    findings = tuple(
+        finding
+        if finding.about == "series" or kind_of(finding.about).names == "batch"
+        else replace(finding, name=bare(finding.name))
+        for finding in recording.findings
+    )
+    order = tuple(map(bare, recording.backward_order))
+    return replace(recording, tables=tables, findings=findings, backward_order=order)
 
 
 def _bare_names(recording: Recording) -> Callable[[str], str]:

@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gradstat._core.text import as_number, lines_of, printable, steps_in_words
 from gradstat.recording.alignment import Measured, measured_of, unwrapped
 from gradstat.recording.archive import encoded
+from gradstat.recording.findings import Finding
 from gradstat.recording.recording import Recording, extent_of
 
 TOLERANCE = 1e-3
@@ -57,6 +59,8 @@ class Comparison:
             step in the order of computation (learning rate, then ``gradstat.recording.kinds.KINDS`` in order, the loss
             before the gradients and norms after them), tensors in the order of the model.
         structure: Sentences about kinds, names or sizes that only one recording has, which cannot be compared.
+        findings_a, findings_b: Findings in the common steps that only this recording has.
+        backward_first: Of the gradients that diverge in ``step``, the one that was complete first; None if not known.
     """
 
     tolerance: float
@@ -67,6 +71,9 @@ class Comparison:
     step: int | None
     divergences: tuple[Divergence, ...]
     structure: tuple[str, ...]
+    findings_a: tuple[Finding, ...]
+    findings_b: tuple[Finding, ...]
+    backward_first: str | None
 
     @property
     def comparable(self) -> bool:
@@ -92,9 +99,15 @@ class Comparison:
         if self.comparable:
             at = self.first or tuple(p for p in self.divergences if p.exact_step == self.exact_step)
             lines += lines_of(at, _SHOWN, "  {}".format, "  ... and {} more in this step")
+            if self.backward_first is not None:
+                lines.append(f"  the first of these gradients in the backward pass: {printable(self.backward_first)}")
             later = [p for p in self.divergences if self.step is not None and p.step not in (None, self.step)]
             lines += [f"  later, in step {divergence.step}: {divergence}" for divergence in later[:3]]
-        return "\n".join(lines + [printable(f"Structure: {line}") for line in self.structure])
+        lines += [printable(f"Structure: {line}") for line in self.structure]
+        for which, findings in (("first", self.findings_a), ("second", self.findings_b)):
+            rest = f"... and {{}} more findings only in the {which}"
+            lines += lines_of(findings, _SHOWN, f"Found only in the {which}: {{}}".format, rest)
+        return "\n".join(lines)
 
     def _headline(self) -> str:
         if not self.comparable:
@@ -144,15 +157,23 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     # The sort is stable: within a step they stay in the order of computation.
     divergences.sort(key=lambda p: (p.step is None, p.exact_step if p.step is None else p.step))
     step = min((p.step for p in divergences if p.step is not None), default=None)
+    common = np.intersect1d(a.steps, b.steps)
+    tensors = [p for p in divergences if step is not None and p.step == step and p.kind != "series"]
+    # Only where several tensors, gradients first, diverge does the order of the backward pass tell something.
+    is_backward = len(tensors) > 1 and tensors[0].kind == "gradient"
+    gradients = {p.name for p in tensors if is_backward and p.kind == "gradient"}
     return Comparison(
         tolerance,
         extent_of(a),
         extent_of(b),
-        len(np.intersect1d(a.steps, b.steps)),
+        len(common),
         min((p.exact_step for p in divergences), default=None),
         step,
         tuple(divergences),
         structure,
+        _only_in(a, b, common),
+        _only_in(b, a, common),
+        next((name for name in a.backward_order or b.backward_order if name in gradients), None),
     )
 
 
@@ -191,3 +212,10 @@ def _divergences(measured: Measured, tolerance: float) -> list[Divergence]:
             )
         )
     return divergences
+
+
+def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) -> tuple[Finding, ...]:
+    """Findings in the common steps that the other recording lacks; evidence is not compared."""
+    shared = set(common.tolist())
+    others = {(finding.rule, finding.step, finding.name, finding.about) for finding in other.findings}
+    return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in others)

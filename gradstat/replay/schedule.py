@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
-from gradstat.adaptive._base import whole_number
+from gradstat.adaptive._base import number, whole_number
 
 
 class Schedule:
@@ -25,25 +26,42 @@ class Schedule:
         ...     if not check(model).ok:
         ...         schedule.trigger()
 
-    Args:
-        every: Step 0 and each ``every``-th after it run in anomaly mode; None for none.
-        after_trigger: Number of steps in anomaly mode after `trigger`.
-
     Attributes:
         active: Whether the step inside runs in anomaly mode; outside, whether the next one will.
         steps: Steps so far.
         active_steps: How many of them ran in anomaly mode.
-
-    Raises:
-        TypeError: ``every`` or ``after_trigger`` is not a whole number.
-        ValueError: ``every`` or ``after_trigger`` is less than 1.
+        triggers: How often `trigger` was called.
+        catches: How many steps in anomaly mode raised.
     """
 
-    def __init__(self, every: int | None = None, after_trigger: int = 10) -> None:
+    def __init__(
+        self, every: int | None = None, after_trigger: int = 10, backoff: float = 2.0, *, check_nan: bool = True
+    ) -> None:
+        """Makes a schedule that starts at step 0.
+
+        Args:
+            every: Step 0 and each ``every``-th after it run in anomaly mode; None for none.
+            after_trigger: Number of steps in anomaly mode after `trigger`.
+            backoff: A burst that caught nothing is followed by a pause, in which `trigger` does nothing: first as
+                long as the burst, then longer by this factor each time, until there was no trigger for that long. 1
+                keeps the pause constant.
+            check_nan: Whether the mode raises on NaN, like torch's argument of that name.
+
+        Raises:
+            TypeError: ``every`` or ``after_trigger`` is not a whole number, or ``backoff`` not a number.
+            ValueError: ``every`` or ``after_trigger`` is less than 1, or ``backoff`` less than 1 or not finite.
+        """
         self.every = None if every is None else whole_number("every", every, 1)
         self.after_trigger = whole_number("after_trigger", after_trigger, 1)
-        self.steps = self.active_steps = 0
+        self.backoff = number("backoff", backoff, 1.0, sys.float_info.max)
+        self.check_nan = check_nan
+        self.steps = 0
+        self.active_steps = 0
+        self.triggers = 0
+        self.catches = 0
         self._burst_ends = 0
+        self._pause_ends = 0
+        self._pause: float = after_trigger
         self._mode: Any = None
         self._inside = False
 
@@ -53,25 +71,46 @@ class Schedule:
             return self._mode is not None
         return self.steps < self._burst_ends or (self.every is not None and self.steps % self.every == 0)
 
-    def trigger(self) -> None:
-        """Lets the next ``after_trigger`` steps run in anomaly mode; while such steps are left it changes nothing."""
+    def trigger(self) -> bool:
+        """Starts a burst: the next ``after_trigger`` steps run in anomaly mode. During a burst it changes nothing.
+
+        Returns:
+            Whether these steps run in anomaly mode: False in the pause after a burst that caught nothing.
+        """
+        self.triggers += 1
         now = self.steps + self._inside  # a running step has begun without anomaly mode
-        if now >= self._burst_ends:
-            self._burst_ends = now + self.after_trigger
+        if now < self._burst_ends:
+            return True
+        if now < self._pause_ends:
+            return False
+        if now - self._pause_ends > self._pause:  # after a long quiet time it is another fault
+            self._pause = self.after_trigger
+        self._burst_ends = now + self.after_trigger
+        self._pause_ends = self._burst_ends + round(self._pause)  # unless the burst catches something
+        self._pause *= self.backoff
+        return True
+
+    def reset(self) -> None:
+        """Ends the burst or pause, and resets the length of pauses. Counts are kept."""
+        self._burst_ends = self._pause_ends = 0
+        self._pause = self.after_trigger
 
     def __enter__(self) -> Schedule:  # noqa: PYI034 (Self is not in Python 3.10)
         if self._inside:
             raise RuntimeError("this Schedule is already active; enter it once per step, and do not nest steps")
         if self.active:
-            self._mode = torch.autograd.set_detect_anomaly(True)
+            self._mode = torch.autograd.set_detect_anomaly(True, self.check_nan)
             self._mode.__enter__()
             self.active_steps += 1
         self._inside = True
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._mode is not None:
-            self._mode.__exit__(*raised)
+            self._mode.__exit__(kind, *rest)
+            if kind is not None and issubclass(kind, Exception):
+                self.catches += 1
+                self.reset()
         self._mode = None
         self._inside = False
         self.steps += 1

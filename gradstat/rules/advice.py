@@ -22,7 +22,7 @@ _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._co
 class Remedy(str):
     """An advice to use something."""
 
-    uses: str  # "replay", "skip", "activations" or "clip"
+    uses: str  # "replay", "skip", "rollback", "activations" or "clip"
     where_run: str  # the advice where the steps are run by a framework, so that a replay needs no function
     otherwise: str  # the advice where ``uses`` cannot be used; empty for none
 

@@ -305,6 +305,7 @@ class NonfiniteParameter(_NonfiniteTensor):
     )
     advice = (
         "go back to a checkpoint from before this step",
+        Remedy("on_anomaly='rollback' goes back to a step before", "rollback"),
         SKIP,
     )
 

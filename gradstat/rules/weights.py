@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
+from gradstat.rules.advice import Remedy
 from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, median, risen, sizes_of_weights
 from gradstat.rules.gradients import NEVER_INITIALISED, VANISHING
 from gradstat.rules.rows import Bools, Rows, Window
@@ -55,7 +56,7 @@ class ParameterJump(Rule):
     advice = (
         "compare with the last checkpoint",
         "if a single element jumped, suspect the hardware",
-        "go back to the checkpoint",
+        Remedy("go back to the checkpoint: on_anomaly='rollback'", "rollback"),
     )
 
     _largest, _norms = carried(PerName(math.nan)), carried(PerName(math.nan))

@@ -175,7 +175,7 @@ LAYERS = {
         _fields _torch_version _version | kernels | _core | tensor_stats | report | check
         | clip accumulation | adaptive patch counters | guard | _step | step amp
         | distributed recording replay | rules | monitor | automatic | __init__
-        | bench integrations | demo | __main__
+        | bench integrations pytest_plugin | demo | __main__
     """,
     "gradstat._core": """
         text

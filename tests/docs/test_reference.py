@@ -204,7 +204,7 @@ def examples_in(text: str) -> Iterator[str]:
         yield "\n".join(prompted) + "\n"
 
 
-@functools.cache
+@functools.cache  # and not at import: pytest wants to import gradstat's plugin itself
 def examples() -> dict[str, list[str]]:
     """By the shortest name of what they belong to."""
     things = {min(names, key=len): thing for thing, names in public_names().items() if not isinstance(thing, str)}

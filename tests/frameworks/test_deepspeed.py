@@ -232,7 +232,7 @@ def test_what_the_engine_does_itself_is_refused() -> None:
         for call in calls:
             with pytest.raises(TypeError, match=words):
                 call()
-        for policy in ("skip", "replay"):
+        for policy in ("skip", "rollback", "replay"):
             with pytest.raises(NotImplementedError, match=f"'{policy}' is not supported with DeepSpeed"):
                 gradstat.Monitor(engine, on_anomaly=policy)
         with pytest.raises(TypeError, match="optimizer: expected None with DeepSpeed's engine"):

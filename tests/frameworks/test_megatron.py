@@ -201,7 +201,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     for given in (model, parameters):
         with pytest.raises(TypeError, match="gradients in main_grad, which its optimizer clips: set clip_grad"):
             gradstat.clip_grad_norm_(given, 1.0)
-    for policy in ("skip", "replay"):
+    for policy in ("skip", "rollback", "replay"):
         with pytest.raises(NotImplementedError, match=f"'{policy}' is not supported with Megatron-Core's Distributed"):
             gradstat.Monitor(model, on_anomaly=policy)
     with pytest.raises(TypeError, match=r"model of torch, .* got megatron\.core\..*DistributedDataParallel"):

@@ -162,7 +162,7 @@ def test_bad_arguments_are_refused_before_training() -> None:
     accelerator.prepare(torch.optim.SGD(model.parameters()))
     for options, error, words in (
         ({"model": model}, TypeError, "model is taken from the accelerator"),
-        ({"on_anomaly": "wait"}, ValueError, "unknown policy 'wait'"),
+        ({"on_anomaly": "checkpoint"}, ValueError, "unknown policy 'checkpoint'"),
         ({"on_anomaly": "replay"}, TypeError, r"needs the function that runs a step: install\(..., replay=step_fn\)"),
     ):
         with pytest.raises(error, match=words):

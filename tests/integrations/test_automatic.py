@@ -95,8 +95,8 @@ def is_finite(model: nn.Module) -> bool:
 @pytest.mark.parametrize(
     ("left", "policy", "steps"),
     [
-        *(("removed", "record", 0), ("removed", "skip", 2), ("dropped", "skip", 2), ("dropped", "record", 0)),
-        *(("in a cycle", "skip", 0), ("in a cycle", "record", 2)),
+        *(("removed", "record", 0), ("removed", "skip", 2), ("dropped", "rollback", 2), ("dropped", "record", 0)),
+        *(("dropped", "skip", 2), ("in a cycle", "rollback", 0), ("in a cycle", "record", 2)),
     ],
 )
 def test_an_optimizer_is_not_kept_alive_and_torchs_functions_are_back_after_the_last(

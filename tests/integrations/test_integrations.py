@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
 from gradstat.integrations import accelerate, transformers
-from gradstat.integrations._engines import engine_clips
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
@@ -446,17 +446,25 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     strategies = [type(name, (), {})() for name in ("DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy")]
     deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
-    def ask(strategy: Any, *policies: str, max_norm: Any = None) -> bool:
-        return engine_clips(strategy, set(policies), max_norm, "set it there")
+    def ask(strategy: Any, *policies: str, ranks: int = 1, max_norm: Any = None) -> bool:
+        return engine_clips(engine_name_of(strategy), set(policies), max_norm, ranks, "set it there")
 
-    for policy in ("skip", "replay"):
+    for policy in ("skip", "rollback", "replay"):
         with pytest.raises(NotImplementedError, match=f"on_anomaly='{policy}' cannot be done under DeepSpeed"):
             ask(deepspeed, policy)
-    with pytest.raises(NotImplementedError, match=r"max_norm=1.0: expected None under DeepSpeed.*; set it there"):
-        ask(deepspeed, max_norm=1.0)
-    assert ask(deepspeed, "warn", "stop")
-    assert not ask("MULTI_CPU", "skip", max_norm=1.0)
-    for engine, words in (("MEGATRON_LM", "got Megatron-LM"), (xla, "got XLA"), (fsdp, "got FSDP version 1")):
+    for policy in ("skip", "rollback"):
+        with pytest.raises(NotImplementedError, match=f"on_anomaly='{policy}' cannot be done under FSDP 1"):
+            ask(fsdp, "warn", policy)
+    for engine, name in ((deepspeed, "DeepSpeed"), (fsdp, "FSDP 1")):
+        with pytest.raises(NotImplementedError, match=rf"max_norm=1.0: expected None under {name}.*; set it there"):
+            ask(engine, max_norm=1.0)
+    assert ask(deepspeed)
+    with pytest.warns(UserWarning, match="this rank's shard"):
+        assert ask(fsdp)
+    with pytest.raises(NotImplementedError, match="'rollback' on 2 ranks: ranks do not coordinate a rollback"):
+        ask("MULTI_CPU", "rollback", ranks=2)
+    assert not ask("MULTI_CPU", "skip", ranks=2, max_norm=1.0)
+    for engine, words in (("MEGATRON_LM", "got Megatron-LM"), (xla, "got XLA")):
         with pytest.raises(NotImplementedError, match=words):
             ask(engine)
 

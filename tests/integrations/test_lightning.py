@@ -162,6 +162,18 @@ def test_a_clip_by_value_stays_lightnings() -> None:
     assert all(map(torch.equal, trained[0].parameters(), trained[1].parameters()))
 
 
+def test_stop_and_checkpoint(tmp_path: Path) -> None:
+    model = Model(spoil={3: "nan"})
+    callback = GradstatCallback(on_anomaly=["stop", "checkpoint", "skip"], save_dir=tmp_path)
+    assert fit(callback, model).global_step == 4
+    (saved,) = callback.checkpoints
+    assert saved == tmp_path / "gradstat-step3.ckpt"
+    state = torch.load(saved, weights_only=True)
+    assert state["global_step"] == 3
+    assert all(value.isfinite().all() for value in state["state_dict"].values())
+    assert state["callbacks"]["GradstatCallback"]["monitors"][0]["steps"] == 4
+
+
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(
     "saving",
@@ -362,7 +374,7 @@ class Iterating(Model):
     [
         ({"maxnorm": 1.0}, None, r"GradstatCallback\(\) has no argument 'maxnorm'; did you mean 'max_norm'\?"),
         ({"log_every": -1}, None, "log_every is -1"),
-        ({"on_anomaly": "explode"}, None, "unknown policy 'explode'; known: record, .*replay"),
+        ({"on_anomaly": "explode"}, None, "unknown policy 'explode'; known: record, .*checkpoint"),
         ({"per_tensor": ("median",)}, None, "per_tensor: unknown name 'median'"),
         ({"watch": "gradient"}, None, "cannot watch 'gradient'; known: gradients"),
         ({"optimizer": None}, None, "optimizer is taken from the trainer; leave it out"),
@@ -381,7 +393,7 @@ def test_what_cannot_be_done_is_refused(options: Any, model: Any, words: str) ->
 
 def test_a_callback_can_be_pickled_and_is_the_only_one() -> None:
     own = default_rules()[0]
-    callback = GradstatCallback(on_anomaly={own.name: "stop"}, rules=[own], watch={"origin": 1}, log_every=0)
+    callback = GradstatCallback(on_anomaly={own.name: "checkpoint"}, rules=[own], watch={"origin": 1}, log_every=0)
     assert pickle.loads(pickle.dumps(callback)).monitors == ()
     made = lightning_trainer(callback)
     made.callbacks.append(GradstatCallback())
@@ -466,11 +478,14 @@ def stops(monitor: gradstat.Monitor, _finding: Finding) -> None:
     monitor.should_stop = True
 
 
+@pytest.mark.parametrize("policy", [stops, "checkpoint"])
 @on_ranks(2)
-def test_policies_of_one_rank_are_carried_out_on_all() -> None:
+def test_policies_of_one_rank_are_carried_out_on_all(policy: Any, tmp_path: Path) -> None:
     rules, options = [*default_rules(), wanted()], {"review_every": 1}
-    callback = GradstatCallback(on_anomaly=["record", stops], rules=rules, options=options)
-    assert fit_on_ranks([callback], Model()).global_step == 4
+    callback = GradstatCallback(on_anomaly=["record", policy], rules=rules, options=options, save_dir=tmp_path)
+    assert fit_on_ranks([callback], Model()).global_step == (4 if policy is stops else 8)
+    assert callback.checkpoints == [tmp_path / "gradstat-step3.ckpt"] * (policy == "checkpoint")
+    assert all(path.exists() for path in callback.checkpoints)
 
 
 class _Sharded(Model):

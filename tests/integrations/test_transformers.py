@@ -121,13 +121,16 @@ def test_an_infinite_gradient_is_named_though_the_trainer_spreads_it(make: Make)
     assert (found.name, found.evidence["nonfinite_tensors"]) == ("last.bias", 1)
 
 
-def test_the_loss_of_a_step_that_is_not_finite_is_logged_and_schedulers_advance(make: Make) -> None:
-    trainer = make(max_steps=3)
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_hidden_loss_is_reported(make: Make, hidden: bool) -> None:
+    trainer = make(max_steps=3, logging_nan_inf_filter=hidden)
     trainer.model.bad_at = {1}
     with install(trainer, on_anomaly="skip"):
-        warnings_of(trainer.train)
+        words = warnings_of(trainer.train)
+    assert sum("logging_nan_inf_filter=True replaces it by the average" in one for one in words) == hidden
     assert torch.tensor(logged(trainer, "grad/loss")).isnan().tolist() == [False, True, False]
-    assert trainer.lr_scheduler.last_epoch == 3  # docs/integrations-transformers.md
+    assert torch.tensor(logged(trainer, "loss")).isnan().any() != hidden
+    assert trainer.lr_scheduler.last_epoch == 3  # schedulers advance: docs/integrations-transformers.md
 
 
 @QUIET

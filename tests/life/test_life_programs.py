@@ -176,6 +176,7 @@ MONITORS: dict[str, dict[str, Any]] = {
     "activations": {"watch": {"activations": 1, "outputs": 1}},
     "replay": {"replay": True},
     "skip": {"on_anomaly": "skip"},
+    "rollback": {"on_anomaly": "rollback"},
 }
 
 

@@ -105,7 +105,7 @@ def fitted_to(advice: tuple[str, ...], *arguments: Any) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("remedy", sorted(REMEDIES))
 def test_a_remedy_is_left_out_where_it_is_used_and_replaced_where_it_cannot_be(remedy: Remedy) -> None:
-    words = {name: f"'{name}'" for name in ("replay", "skip")} | {
+    words = {name: f"'{name}'" for name in ("replay", "skip", "rollback")} | {
         "activations": "activations",
         "clip": "clip",
     }
@@ -120,7 +120,7 @@ def test_a_remedy_is_left_out_where_it_is_used_and_replaced_where_it_cannot_be(r
 
 
 def test_every_advice_that_names_something_of_gradstat_is_a_remedy() -> None:
-    assert {one.uses for one in REMEDIES} == {"replay", "skip", "activations", "clip"}
+    assert {one.uses for one in REMEDIES} == {"replay", "skip", "rollback", "activations", "clip"}
     plain = [one for kind in RULES for one in kind.advice if not isinstance(one, Remedy)]
     assert not [one for one in plain if "on_anomaly" in one or "clip gradients" in one or "step_fn" in one]
 

@@ -1,5 +1,6 @@
 """Where two recordings diverge, and the commands view and diff."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -49,10 +50,12 @@ def test_single_bits_do_not_matter_unless_they_shall_and_are_told() -> None:
     # Ordered from upstream to downstream, not by size.
     assert [(p.kind, p.name, p.column) for p in comparison.first] == [("gradient", names[i], "l2_norm") for i in (4, 5)]
     assert comparison.first[0].b == pytest.approx(comparison.first[0].a / 2)
+    assert comparison.backward_first == names[5]
     third = next(p for p in comparison.divergences if p.name == names[3])
     assert (third.exact_step, third.step) == (7, 20)
     text = str(comparison)
     assert text.startswith("The runs diverge in step 12 by more than 0.001 (bitwise different since step 7):")
+    assert f"the first of these gradients in the backward pass: {names[5]}" in text
     a, b = run(), run()
     b.scalars["loss"][9] = np.nextafter(b.scalars["loss"][9], 9)
     comparison, exact = compare(a, b), compare(a, b, tolerance=0)
@@ -152,12 +155,17 @@ def test_names_do_not_depend_on_wrappers(wrapping: str) -> None:
     for r in (a, b):
         r.tables["output"] = series(1, r.steps[::5], names=("logits",))
         r.tables["constant"] = series(1, r.steps[::5], names=("batch['x']",))
+    b.backward_order = tuple(map(wrap, b.backward_order))
     names = a.tables["gradient"].names
+    finding = Finding("vanished", "warning", 3, names[0], {}, about="gradient")
+    a.findings, b.findings = (finding,), (dataclasses.replace(finding, name=wrap(names[0])),)
     assert compare(a, b, tolerance=0).same
     assert compare(b, b, tolerance=0).same
+    assert compare(a, b).findings_a == compare(a, b).findings_b == ()
     b.tables["gradient"].values[12:, 4:6] *= 2
     comparison = compare(a, b)
     assert [divergence.name for divergence in comparison.first] == list(names[4:6])
+    assert comparison.backward_first == names[5]
 
 
 def test_only_common_steps_are_compared_and_without_any_it_is_said() -> None:
@@ -176,6 +184,18 @@ def test_only_common_steps_are_compared_and_without_any_it_is_said() -> None:
         comparison = compare(a, b)
         assert (comparison.comparable, comparison.same) == (False, False)
         assert f"cannot be compared: the first has steps 0 to 29, {words}, and no step is in both" in str(comparison)
+
+
+def test_findings_of_one_only_are_listed() -> None:
+    a, b = run(), run()
+    b.findings = (
+        Finding("rule", "warning", 3, "loss", {}, text="It rose."),
+        Finding("rule", "warning", 99, "loss", {}),
+    )
+    comparison = compare(a, b)
+    assert comparison.same  # findings are derived from numbers, which are equal
+    assert comparison.findings_b == b.findings[:1]
+    assert "Found only in the second: [warning] step 3, rule: It rose." in str(comparison)
 
 
 def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:

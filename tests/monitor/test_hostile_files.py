@@ -857,16 +857,32 @@ def test_paths_stay_in_the_folder_in_which_they_were_given(tmp_path: Path, monke
     first.mkdir()
     monkeypatch.chdir(first)
     model = nn.Linear(2, 1)
-    monitor = gradstat.Monitor(model, save_to="run.gradstat", on_anomaly="record")
-    lightning = GradstatCallback(save_to="lightning.gradstat")
+    with_name = gradstat.Monitor(model, save_to="run.gradstat", on_anomaly="record")
+    without = gradstat.Monitor(model, on_anomaly="snapshot")
+    lightning = GradstatCallback(save_to="lightning.gradstat", save_dir="saved")
     writer = JsonlWriter("log.jsonl")
     monkeypatch.chdir(later)
     model(torch.full((1, 2), torch.nan)).sum().backward()
-    monitor.step()
-    monitor.detach()
+    for monitor in (with_name, without):
+        monitor.step()
+        monitor.detach()
     assert not list(later.iterdir())
     assert {path.suffix for path in first.iterdir()} == {".gradstat", ".jsonl"}
+    assert len(list(first.glob("incident-step0-*"))) >= 1
     assert (lightning.arguments["save_to"], writer.path) == (first / "lightning.gradstat", first / "log.jsonl")
+
+
+def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> None:
+    def always(self: Any, window: Any) -> list[Finding]:
+        return [self.found(0, "w", "always")]
+
+    rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
+    path = tmp_path / "in" / "run.gradstat"
+    with gradstat.Monitor(nn.Linear(2, 2), rules=[made() for made in rules], on_anomaly="snapshot", save_to=path) as it:
+        it.step(1.0)
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert len(written) == 4
+    assert all(path.startswith("in/run") for path in written)
 
 
 def test_devices_and_pipes_are_written_to_and_neither_replaced_nor_read(tiny: Path, tmp_path: Path) -> None:

@@ -291,10 +291,17 @@ def test_a_learning_rate_of_numpy_or_none_at_all_is_no_error() -> None:
     assert monitor.recording().scalars["loss"][1] == 2.0
 
 
-def test_an_error_beside_a_step_does_not_lose_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradstat.monitor.recorder.Recorder.measure_state", out_of_memory)
-    monitor = Monitor(nn.Linear(6, 6), on_anomaly="record")
-    with pytest.warns(Warning, match="parameters, buffers or states could not be measured"):
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("recorder.Recorder.measure_state", "parameters, buffers or states could not be measured"),
+        ("actions.Snapshots.take", "the state of a step could not be copied"),
+    ],
+)
+def test_an_error_beside_a_step_does_not_lose_it(what: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"gradstat.monitor.{what}", out_of_memory)
+    monitor = Monitor(nn.Linear(6, 6), on_anomaly={"error": "record", "info": "rollback"})
+    with pytest.warns(Warning, match=says):
         _ = [monitor.step(loss) for loss in (1.0, math.nan, 1.0)]
     assert monitor.recording().steps.tolist() == [0, 1, 2]
     assert "nonfinite-loss" in {finding.rule for finding in monitor.findings}
@@ -554,7 +561,7 @@ def test_a_monitor_that_goes_out_of_scope_warns_of_its_last_steps_and_writes_its
 ) -> None:
     gc.collect()
     path, model = tmp_path / "run.gradstat", nn.Linear(3, 2)
-    monitor = Monitor(model, rules=[late()], on_anomaly={"error": ("raise", "stop")}, save_to=path)
+    monitor = Monitor(model, rules=[late()], on_anomaly={"error": ("raise", "rollback")}, save_to=path)
     _ = [monitor.step(1.0) for _ in range(7)]
     if in_a_cycle:
         model.watched_by = [monitor]  # type: ignore[assignment]

@@ -1,19 +1,22 @@
 """`Monitor`: what it measures, when it reads and reviews, its policies, its memory, and what it must not do."""
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import math
 import pickle
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.training import backpropagated, fill
+from helpers.training import RECORD, backpropagated, fill
+from helpers.travelling import numbers_travel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
@@ -351,6 +354,44 @@ def test_a_state_is_not_healthy_while_an_error_lasts() -> None:
     assert (monitor.is_healthy(within=5), again.is_healthy(within=5)) == (False, False)
 
 
+def test_a_snapshot_is_confirmed_however_late_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers_travel(monkeypatch)
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 2, "lag": 5})
+    trained(model, optimizer, monitor, 20)
+    model.first.weight.data[0, 0] = math.inf
+    trained(model, optimizer, monitor, 6)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_rolls_back_to_the_last_healthy_state() -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 5})
+    trained(model, optimizer, monitor, 10)
+    at_ten = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    trained(model, optimizer, monitor, 3)
+    model.first.weight.detach()[0, 0] = math.inf
+    trained(model, optimizer, monitor, 1)  # the optimizer steps without gradients, which changes nothing
+    state, optimizer_state = model.state_dict(), optimizer.state_dict()
+    for key, value in at_ten[0].items():
+        if "num_batches" not in key and "running" not in key:  # the snapshot is from within step 10
+            assert torch.equal(state[key], value), key
+    for number, held in at_ten[1]["state"].items():
+        assert torch.equal(optimizer_state["state"][number]["exp_avg"], held["exp_avg"])
+    trained(model, optimizer, monitor, 5)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
+    model, optimizer, monitor = made(on_anomaly={**RECORD, "error": "rollback"}, options={"rollback_every": 1})
+    trained(model, optimizer, monitor, 4)
+    model.second = nn.Linear(16, 16, bias=False)
+    optimizer.add_param_group({"params": [model.second.weight]})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(RuntimeWarning, match="no healthy snapshot of this model"):
+        trained(model, optimizer, monitor, 1, bad=4)
+    assert torch.equal(model.norm.num_batches_tracked, before["norm.num_batches_tracked"] + 1)  # not even in part
+    monitor.detach()
+
+
 @pytest.mark.parametrize("calls", [True, False])
 def test_calls_what_a_rule_is_given_and_without_policies_only_records(calls: bool) -> None:
     seen: list[str] = []
@@ -573,7 +614,8 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
         if next(interrupts, False):
             raise KeyboardInterrupt
 
-    model, optimizer, monitor = made(on_anomaly={"error": (interrupt_once, "warn")}, watch=["updates"])
+    policy = {"error": (interrupt_once, "rollback", "warn")}
+    model, optimizer, monitor = made(on_anomaly=policy, options={"rollback_every": 3}, watch=["updates"])
     trained(model, optimizer, monitor, 10)
     state = monitor.state_dict()
     trained(model, optimizer, monitor, 3)  # not reviewed yet
@@ -583,10 +625,20 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     monitor.load_state_dict(state)
     assert monitor.latest() is None
     assert monitor.findings == []
-    with pytest.warns(AnomalyWarning, match="step 11"):
-        trained(model, optimizer, monitor, 2, bad=11)  # warns again
+    with pytest.warns(RuntimeWarning, match="no healthy snapshot"), pytest.warns(AnomalyWarning, match="step 11"):
+        trained(model, optimizer, monitor, 2, bad=11)  # warns again, and no snapshot is from a later step
     assert monitor.recording().steps.tolist() == list(range(12))
     monitor.save(tmp_path / "run.gradstat")  # this would raise if steps did not increase
+
+
+def test_no_update_is_measured_across_a_rollback() -> None:
+    model, optimizer, monitor = made(on_anomaly="rollback", options={"rollback_every": 1}, watch={"updates": 1})
+    trained(model, optimizer, monitor, 4, bad=3)
+    trained(model, optimizer, monitor, 3)
+    table = monitor.recording().tables["update"]
+    assert table.steps.tolist() == [1, 2, 3, 5, 6]
+    in_steps = table.column("l2_norm") / (1e-3 * np.sqrt(table.numel))  # 1e-3 is the learning rate
+    assert ((in_steps > 0) & (in_steps < 2)).all()
 
 
 def test_a_loss_scale_of_zero_loses_no_step() -> None:
@@ -640,19 +692,29 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
     assert monitor.recording().steps.tolist() == list(range(9))
 
 
-def test_assert_healthy_passes_and_fails() -> None:
+def test_assert_healthy_passes_and_fails(assert_healthy: Any) -> None:
     model, optimizer, _ = made()
-    assert_healthy = gradstat.monitor.assert_healthy
+    assert assert_healthy is gradstat.monitor.assert_healthy  # the fixture
 
     def step() -> Tensor:
         x = torch.randn(32, 8)
         return backpropagated(optimizer, cross_entropy(model(x), (x[:, 0] > 0).long()))
 
-    assert assert_healthy(model, 60, step, optimizer).ok
+    def steps() -> Iterator[Tensor]:
+        for _ in range(30):
+            yield step()
+            optimizer.step()
+
+    assert assert_healthy(model, 60, step, optimizer, loss_falls=True).ok
     model.norm.register_forward_hook(lambda module, inputs, output: output.detach())
     with pytest.raises(gradstat.monitor.UnhealthyTrainingError, match="missing-gradient"):
-        assert_healthy(model, 30, step, optimizer)
-    assert_healthy(model, 30, step, optimizer, allow="missing-gradient")
+        assert_healthy(model, steps(), optimizer=optimizer)
+    assert_healthy(model, steps(), optimizer=optimizer, allow="missing-gradient")
+    with pytest.raises(TypeError, match="needs step_fn"):
+        assert_healthy(model, 3)
+
+
+pytest_plugins = ["gradstat.pytest_plugin"]
 
 
 class Rooted(nn.Module):
@@ -833,13 +895,15 @@ def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
     from gradstat.recording import load
 
     path = tmp_path / "run.gradstat"
-    model, optimizer, monitor = made(save_to=path, on_anomaly={"error": ("record", "raise")})
+    model, optimizer, monitor = made(save_to=path, on_anomaly={"error": ("record", "snapshot", "raise")})
     with pytest.raises(AnomalyError):
         trained(model, optimizer, monitor, 5, bad=4)
-    recording = load(path)
-    assert recording.findings[0].step == 4
-    assert recording.steps[-1] == 4
-    assert "second.weight" in recording.meta["why"]
+    (snapshot,) = tmp_path.glob("run-step4-*.gradstat")
+    for file in (path, snapshot):
+        recording = load(file)
+        assert recording.findings[0].step == 4
+        assert recording.steps[-1] == 4
+        assert "second.weight" in recording.meta["why"]
     monitor.detach()
     assert load(path).meta["why"] == "the run ended"
 

@@ -159,7 +159,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 @pytest.fixture
 def page(opened: Page) -> Iterator[Page]:
-    """The page at the incident, opened once."""
+    """The page at the incident, opened once; only the table's sort order persists between tests."""
     opened.choose("kind", "gradient")
     opened.choose("column", "L2 norm, finite part")
     opened.click("#close")
@@ -220,7 +220,10 @@ def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
         assert page.text("worst-title") == f"Worst in step {step}"
         width = page("$('#curtain').getBoundingClientRect().width")
         assert width == pytest.approx(map_width * (39 - step) / 40, abs=4 if step < 39 else 2)
+    bars = "$('#profile').data[0].x"
+    before = page(bars)
     page.scrub(3)
+    assert page(bars) != before
     assert page("$('[data-series=loss] .value').textContent") != "NaN"
 
 
@@ -304,6 +307,18 @@ def test_printing_opens_the_findings_and_hides_the_buttons(page: Page) -> None:
         True,
     ]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_the_table_sorts(page: Page) -> None:
+    page.click("#all-rows")
+    for descends in (True, False):
+        page.click("#worst th[data-key=l2_norm] button")
+        norms = [float(row[4].replace(",", "").replace("\N{MINUS SIGN}", "-")) for row in page.rows()]
+        assert norms == sorted(norms, reverse=descends)
+        assert len(norms) == 23  # of 24, one never had a gradient
+        assert page("$('th[aria-sort]').dataset.key") == "l2_norm"
+    page.click("#worst th[data-key=name] button")
+    assert [row[0] for row in page.rows()][-1] == recording(names=HOSTILE).tables["gradient"].names[-1]
 
 
 def test_dark_and_small_screens(page: Page) -> None:

@@ -5,6 +5,7 @@ const COLUMN_LABELS = {
   zero_fraction: "fraction of zeros", nan_count: "NaN elements", inf_count: "Inf elements",
 };
 const MAGNITUDES = new Set(["l2_norm", "std", "max_abs"]);
+const SIGNED = new Set(["mean", "min", "max"]);
 const RANK = ["info", "warning", "error"];
 const COUNTS = new Set(["nan_count", "inf_count"]);
 

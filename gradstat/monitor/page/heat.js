@@ -1,4 +1,4 @@
-// The heat map of one field, tensors by steps.
+// The heat map of one field, tensors by steps, and beside it a profile of the selected step.
 
 const SEQUENTIAL = {
   light: ["#f0eee8", "#d5dfe6", "#adc7d8", "#83abc8", "#5b8fb5", "#3f76a0"],
@@ -53,7 +53,7 @@ function colouring(table, column) {
 
 class HeatMap {
   constructor(data, { onTensor, onMeasurement }) {
-    Object.assign(this, { data, onTensor, plot: byId("heat"), curtain: byId("curtain") });
+    Object.assign(this, { data, onTensor, plot: byId("heat"), profile: byId("profile"), curtain: byId("curtain") });
     this.curtain.addEventListener("click", (event) => {
       const rect = this.plot.getBoundingClientRect(), { xaxis } = this.plot._fullLayout;
       const bin = xaxis.p2d(event.clientX - rect.left - xaxis._offset);
@@ -77,9 +77,10 @@ class HeatMap {
     const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
     const every = Math.max(1, Math.ceil((table.n * 13) / (height - 48)));
     const rows = Array.from({ length: Math.ceil(table.n / every) }, (_, r) => r * every);
-    this.plot.style.height = `${height}px`;
+    this.plot.style.height = this.profile.style.height = `${height}px`;
+    this.margin = { t: 6, b: 42 };
     const left = Math.max(40, Math.min(narrow ? 136 : 250, 14 + 7 * Math.max(0, ...rows.map((j) => Math.min(length, table.names[j].length)))));
-    const ticktext = rows.map((j) => escaped(shortened(table.names[j], length)));
+    const y = { tickvals: rows, range: [table.n - 0.5, -0.5], fixedrange: table.n < 40 };
     Plotly.react(this.plot, [
       { type: "heatmap", name: "values", z, zmin: low, zmax: high, colorscale: this.colours.scale, hoverinfo: "none",
         hoverongaps: true, zsmooth: false,
@@ -87,13 +88,14 @@ class HeatMap {
       ...[["absent", absent, "absent"], ["nonfinite", nonfinite, "error"]].map(([name, rows, tint]) => (
         flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(nonfinite, left),
     ], {
-      ...baseLayout({ l: left, r: 70, t: 6, b: 42 }),
+      ...baseLayout({ l: left, r: 70, ...this.margin }),
       xaxis: axis({ range: [-0.5, this.bins - 0.5], fixedrange: false, showgrid: false, title: { text: "step", standoff: 4 }, ...this.stepTicks() }),
-      yaxis: axis({ range: [table.n - 0.5, -0.5], fixedrange: table.n < 40, showgrid: false, tickvals: rows, ticktext }),
+      yaxis: axis({ ...y, showgrid: false, ticktext: rows.map((j) => escaped(shortened(table.names[j], length))) }),
     }, CONFIG);
+    this.rowAxis = y;
     this.plot.setAttribute("aria-label", `Heat map: ${COLUMN_LABELS[column]} of ${plural(table.n, "tensor")} in ${plural(table.m, "step")}. `
       + "The table below holds the same numbers.");
-    this.listen();
+    this.listen(this.plot, (x) => [x * this.pooled, Math.min(this.table.m, (x + 1) * this.pooled)]);
     byId("heat-note").textContent = this.pooled > 1
       ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
   }
@@ -143,10 +145,11 @@ class HeatMap {
     return { tickvals: bins, ticktext: bins.map((b) => String(this.data.steps[this.table.at[b * this.pooled]])) };
   }
 
-  // Uncovers the measurements up to a step.
+  // Uncovers the measurements up to a step, and draws that step's profile.
   show(step) {
     this.step = step;
     this.cover();
+    if (getComputedStyle(this.profile).display !== "none") this.drawProfile(this.table.measurement(step));
   }
 
   cover() {
@@ -158,22 +161,48 @@ class HeatMap {
     this.curtain.dataset.measurement = i;
   }
 
-  // Registers the events of the drawn map.
-  listen() {
-    const { plot } = this;
+  drawProfile(i) {
+    const { table, column } = this;
+    const { map, low, high, scale, ticks } = this.colours;
+    // Bars have the scale of the map, so that longer is darker, and begin where the colours do.
+    const base = SIGNED.has(column) ? 0 : low;
+    const zs = table.names.map((_, j) => {
+      const x = i < 0 ? NaN : table.value(column, j, i);
+      return Number.isFinite(x) ? map(x) - base : 0;
+    });
+    const tint = scale[Math.max(0, scale.length - 3)][1];
+    const nonfinite = table.names.map((_, j) => i >= 0 && table.nonfinite(j, i));
+    const every2nd = ticks.filter((_, k) => k % 2 === 0);
+    Plotly.react(this.profile, [{
+      type: "bar", orientation: "h", y: table.names.map((_, j) => j), x: zs, base, hoverinfo: "none",
+      marker: { color: nonfinite.map((b) => (b ? color("error") : SIGNED.has(column) ? color("accent") : tint)) },
+    }], {
+      ...baseLayout({ l: 4, r: 16, ...this.margin }), bargap: table.n > 60 ? 0.1 : 0.3, dragmode: false,
+      xaxis: axis({ range: [low, high + (high - low) * 0.02], tickvals: every2nd.map((t) => t.z),
+        ticktext: every2nd.map((t) => t.text), title: { text: i < 0 ? "" : `in step ${this.data.steps[table.at[i]]}`, standoff: 4 } }),
+      yaxis: axis({ ...this.rowAxis, range: this.plot._fullLayout.yaxis.range, showticklabels: false, showgrid: false }),
+    }, CONFIG);
+    this.profile.setAttribute("aria-label", `${COLUMN_LABELS[column]} of each tensor in this step`);
+    this.listen(this.profile, () => [this.shownAt, this.shownAt + 1]);
+    this.shownAt = i;
+  }
+
+  // Registers the events of a drawn chart; `range` gives the measurements under the pointer, end exclusive.
+  listen(plot, range) {
     if (plot.dataset.listening) return;
     plot.dataset.listening = "yes";
-    plot.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, e.points[0].x));
+    plot.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, ...range(e.points[0].x)));
     plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
     plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
-    plot.on("plotly_relayout", () => this.cover());
+    if (plot !== this.plot) return;
+    plot.on("plotly_relayout", () => this.show(this.step));
     plot.on("plotly_afterplot", () => this.cover()); // the size may have changed
   }
 
-  // Shows what is under the pointer: a tensor in the steps of a column.
-  tip(event, j, bin) {
+  // Shows what is under the pointer, for measurements `from` up to but not including `to`.
+  tip(event, j, from, to) {
     const { table, column, data } = this;
-    const from = bin * this.pooled, to = Math.min(table.m, from + this.pooled);
+    if (from < 0) return;
     let best = from, nan = 0, inf = 0;
     for (let i = from; i < to; i++) {
       const x = Math.abs(table.value(column, j, i));

@@ -53,9 +53,14 @@ const WORST = {
 class WorstTable {
   constructor(onTensor) {
     this.onTensor = onTensor;
+    this.sort = null; // by default not finite first, then by the norm against its median
     this.all = false;
-    const heads = Object.values(WORST).map((textContent) => element("th", { scope: "col", textContent }));
-    byId("worst").tHead.replaceChildren(element("tr", {}, ...heads));
+    this.heads = Object.entries(WORST).map(([key, label]) => {
+      const head = element("th", { scope: "col" }, button("", label, () => this.sortBy(key)));
+      head.dataset.key = key;
+      return head;
+    });
+    byId("worst").tHead.replaceChildren(element("tr", {}, ...this.heads));
     byId("all-rows").onclick = () => { this.all = true; this.fill(); };
   }
 
@@ -63,6 +68,12 @@ class WorstTable {
   number(key, j) {
     const { table, i } = this;
     return key === "usual" ? table.value("l2_norm", j, i) / table.usualNorm(j) : table.value(key, j, i);
+  }
+
+  sortBy(key) {
+    const down = this.sort?.key === key ? !this.sort.down : key !== "name";
+    this.sort = { key, down };
+    this.fill();
   }
 
   show(data, table, step) {
@@ -74,17 +85,27 @@ class WorstTable {
     this.fill();
   }
 
-  // Not finite first, then by the norm against its median.
   order() {
-    const { table, i } = this;
+    const { table, i, sort } = this;
     const there = table.names.map((_, j) => j).filter((j) => i >= 0 && !table.absent(j, i));
-    const nonfinite = (j) => table.value("nan_count", j, i) + table.value("inf_count", j, i);
-    return there.map((j) => [j, nonfinite(j), this.number("usual", j) || 0]).sort((a, b) => b[1] - a[1] || b[2] - a[2]).map(([j]) => j);
+    if (!sort) {
+      const nonfinite = (j) => table.value("nan_count", j, i) + table.value("inf_count", j, i);
+      return there.map((j) => [j, nonfinite(j), this.number("usual", j) || 0]).sort((a, b) => b[1] - a[1] || b[2] - a[2]).map(([j]) => j);
+    }
+    const sign = sort.down ? -1 : 1;
+    if (sort.key === "name") return sort.down ? there.reverse() : there; // in the order of the model
+    const last = (x) => (Number.isNaN(x) ? 1 : 0); // NaN is last in either direction
+    return there.map((j) => [j, this.number(sort.key, j)])
+      .sort((a, b) => last(a[1]) - last(b[1]) || sign * (a[1] - b[1]) || a[0] - b[0]).map(([j]) => j);
   }
 
   fill() {
     const { table } = this;
     const order = this.order(), shownRows = this.all ? order : order.slice(0, ROWS_SHOWN);
+    for (const head of this.heads) {
+      if (this.sort?.key === head.dataset.key) head.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
+      else head.removeAttribute("aria-sort");
+    }
     const focused = document.activeElement?.closest?.("#worst tbody") ? document.activeElement.dataset.tensor : null;
     byId("worst").tBodies[0].replaceChildren(...shownRows.map((j) => {
       const name = button("name", table.names[j] || "(no name)", () => this.onTensor(j));
