@@ -43,27 +43,37 @@ _COMPARE_EVERY = 100
 _OWN = "_ddp_params_and_buffers_to_ignore"
 
 
-class FrameworkSource(StepSource):
-    """The steps of one model under a framework, which tells each backward pass and its unscaled loss."""
+class Watched(StepSource):
+    """One watched model: its steps under a framework, which tells each backward pass and its unscaled loss.
+
+    Attributes:
+        model, optimizer: As the framework has them.
+        monitor, listener: Its monitor, and who takes the monitor's steps.
+    """
 
     is_loop, tells_backward = False, True
+    monitor: Monitor
+    listener: StepListener
 
-    def __init__(self, handle: Handle, model: nn.Module) -> None:
+    def __init__(self, handle: Handle, model: nn.Module, optimizer: Optimizer | None) -> None:
         super().__init__(model, handle.device)
-        self._handle, self.model = handle, model
+        self._handle, self.model, self.optimizer = handle, model, optimizer
         self.runs_steps, self.saves = handle.runs_steps, handle.saves
         self._losses: list[Tensor] = []
         self._turn = 0  # in the last backward pass
 
+    def begin(self, monitor: Monitor, limit: Limit | None, alone: bool) -> None:
+        """Begins to take the steps of ``monitor``.
+
+        ``limit``: what gradstat clips to. ``alone``: no other optimizer takes the steps of this one.
+        """
+        self.monitor, self.listener = monitor, StepListener(monitor, self.optimizer, limit, alone)
+        self.has_engine = monitor.settings.engine is not None  # whose optimizer announces nothing
+        if not self.has_engine:
+            self.listener.listen()
+
     def is_complete(self) -> bool:
         return not is_replaying() and self._handle.is_complete(self)
-
-    def add(self, loss: Any) -> None:
-        """Adds the loss of a micro-batch, if it is a single number."""
-        if self._turn != self._handle.turns:  # what has not been measured belongs to the step of another model
-            self._turn, self._losses = self._handle.turns, []
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-            self._losses.append(loss.detach().reshape(()))
 
     def loss(self, heard: Sequence[Any]) -> Any:
         """The loss of the step that is taken now; announcements know less about it than the framework."""
@@ -82,30 +92,14 @@ class FrameworkSource(StepSource):
     def save_checkpoint(self) -> None:
         self._handle.save_checkpoint()
 
-
-class Watched:
-    """One watched model: what the methods of a framework that were replaced call.
-
-    Attributes:
-        model, optimizer: As the framework has them.
-        monitor: Its monitor.
-    """
-
-    def __init__(
-        self, source: FrameworkSource, monitor: Monitor, optimizer: Optimizer | None, limit: Limit | None, alone: bool
-    ) -> None:
-        """``limit``: what gradstat clips to. ``alone``: no other optimizer takes the steps of this one."""
-        self.source, self.model, self.optimizer, self.monitor = source, source.model, optimizer, monitor
-        self.listener = StepListener(monitor, optimizer, limit, alone)
-        self.has_engine = monitor.settings.engine is not None  # whose optimizer announces nothing
-        if not self.has_engine:
-            self.listener.listen()
-
     def saw_backward(self, loss: Any) -> None:
-        """Notes a backward pass from the unscaled ``loss``."""
+        """Notes a backward pass from the unscaled ``loss``, which counts if it is a single number."""
         self.listener.saw_backward()
         with self.monitor.unwatched.suppress_errors(self.monitor.steps, "a loss could not be recorded"):
-            self.source.add(loss)
+            if self._turn != self._handle.turns:  # what has not been measured belongs to the step of another model
+                self._turn, self._losses = self._handle.turns, []
+            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+                self._losses.append(loss.detach().reshape(()))
 
     def measure(self) -> None:
         """Takes the step, unless it has been taken, before a change that nothing announces."""
@@ -163,8 +157,8 @@ class Handle:
         self._patches: list[Layer] = []
         self._unwatched = Unwatched([])  # warns of failures of the adapter itself
 
-    def is_complete(self, source: FrameworkSource) -> bool:
-        """Whether the gradients of ``source`` are complete now, and what is about to change them concerns it."""
+    def is_complete(self, watched: Watched) -> bool:
+        """Whether the gradients of ``watched`` are complete now, and what is about to change them concerns it."""
         return True
 
     def divisor(self) -> int:
@@ -230,13 +224,13 @@ class Handle:
         if number and arguments.get("save_to") is not None:
             base = Path(arguments["save_to"])
             arguments["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
-        source = FrameworkSource(self, model)
+        watched = Watched(self, model, optimizer)
         given = optimizer if engine_of(model) is None else None  # an engine has its own, which announces nothing
         max_norm = self.max_norm if limit is None else limit
-        monitor = Monitor(model, given, scaler, max_norm=max_norm, source=source, **arguments)
-        made = Watched(source, monitor, optimizer, self.max_norm if limit is None else None, steps_itself)
-        self.watched = [*self.watched, made]
-        return made
+        monitor = Monitor(model, given, scaler, max_norm=max_norm, source=watched, **arguments)
+        watched.begin(monitor, self.max_norm if limit is None else None, steps_itself)
+        self.watched = [*self.watched, watched]
+        return watched
 
     @property
     def _single(self) -> Watched:

@@ -15,7 +15,7 @@ from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._engines import engine_name_of
-from gradstat.integrations._handle import FrameworkSource, Handle, require_framework
+from gradstat.integrations._handle import Handle, Watched, require_framework
 from gradstat.monitor.policies import Policies
 
 require_framework("accelerate", (1, 0))
@@ -87,7 +87,7 @@ class AccelerateHandle(Handle):
         """Made by `install`."""
         super().__init__(*arguments)
         self._warned: set[str] = set()
-        self._aside: list[FrameworkSource] = []  # the clip that runs is not that of their models
+        self._aside: list[Watched] = []  # the clip that runs is not that of their models
         self._check(accelerator)
         self._attach_models()
         self._patch_framework()
@@ -173,7 +173,7 @@ class AccelerateHandle(Handle):
         for one in self.watched:
             for wrapper in joinables:
                 if without_ddp(wrapper) is one.model:
-                    one.source.wrapper = wrapper
+                    one.wrapper = wrapper
         return original(joinables, *args, **kwargs)
 
     def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,9 +181,9 @@ class AccelerateHandle(Handle):
             one.measure()
         return original(*args, **kwargs)
 
-    def is_complete(self, source: FrameworkSource) -> bool:
-        """Whether the accelerator synchronizes gradients, and clips none or those of ``source``."""
-        return bool(self._accelerator.sync_gradients) and source not in self._aside
+    def is_complete(self, watched: Watched) -> bool:
+        """Whether the accelerator synchronizes gradients, and clips none or those of ``watched``."""
+        return bool(self._accelerator.sync_gradients) and watched not in self._aside
 
     def divisor(self) -> int:
         """The number of micro-batches."""
@@ -214,7 +214,7 @@ class AccelerateHandle(Handle):
                 f"{name} was called with parameters that belong to no watched model; they are clipped but not "
                 "measured. Prepare all models before gradstat's install()",
             )
-        self._aside = [one.source for one in self.watched if one not in those]
+        self._aside = [one for one in self.watched if one not in those]
         try:
             if self._engine_clips and self._accelerator.sync_gradients:
                 for one in those:

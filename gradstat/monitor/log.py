@@ -206,8 +206,8 @@ class StepLog:
             return
         while self._blocks and steps[-1] - self._blocks[0][0][-1] >= self._length:
             self._blocks.popleft()
-        # Other objects than those of the rules, which keep what they compute.
-        kept = {kind: Rows(rows.tensors, rows.steps, rows.raw, rows.by_row) for kind, rows in tables.items()}
+        # Without the objects of the rules, which keep what they compute.
+        kept = {kind: (rows.tensors, rows.steps, rows.raw, rows.by_row) for kind, rows in tables.items()}
         self._blocks.append((steps, scalars, kept))
         if self._bytes() > self._max_bytes:
             self._condense()
@@ -216,12 +216,12 @@ class StepLog:
 
     def _bytes(self) -> int:
         every = (one for _, _, tables in self._blocks for one in tables.values())
-        return sum((one.raw if isinstance(one, Rows) else one.values).nbytes for one in every)
+        return sum((one[2] if isinstance(one, tuple) else one.values).nbytes for one in every)
 
     def _condense(self) -> None:
         """Converts all kept rows to series, which take less memory."""
         for _, _, tables in self._blocks:
-            tables |= {kind: one.series() for kind, one in tables.items() if isinstance(one, Rows)}
+            tables |= {kind: Rows(*one).series() for kind, one in tables.items() if isinstance(one, tuple)}
 
     # Kept steps ------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class StepLog:
 
     def load(self, recording: Recording | None) -> None:
         """Replaces what is kept by the history of another run."""
-        # Of a review each: steps, scalars, and by kind rows, or a `Series` of them.
+        # Of a review each: steps, scalars, and by kind what makes `Rows`, or a `Series` of them.
         self._blocks: deque[tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Any]]] = deque()
         self.latest: dict[str, Rows] = {}  # by kind, the newest rows, of one step
         self._outputs = OutputFacts()  # the newest

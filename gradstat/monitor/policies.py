@@ -52,10 +52,6 @@ class PolicyTable:
     def of(self, finding: Finding) -> tuple[Policy, ...]:
         return self._by.get(finding.rule, self._by[finding.severity])
 
-    def changed(self, change: Callable[[Policy], Policy]) -> Policies:
-        """The table as ``on_anomaly``, with what ``change`` returns in place of each policy."""
-        return {key: list(map(change, policies)) for key, policies in self._by.items()}
-
     def uses(self, policy: str) -> bool:
         """Whether a policy applies to any severity or rule."""
         return any(policy in policies for policies in self._by.values())

@@ -80,6 +80,7 @@ class Recorder:
         # Most steps are quiet: only what is due in every step is due, and nothing is due early.
         self._quiet = self._due = [probe for probe in self._probes if probe.period == 1]
         self._often = math.gcd(*(probe.period for probe in self._probes if probe.period > 1)) or sys.maxsize
+        self._with_state = [probe for probe in self._probes if type(probe).state is not Probe.state]
         self._early = frozenset().union(*(probe.early for probe in self._probes))
         self._head = [Segment("gradient", ())]  # the gradients, and scalars that are on a device
         self._segments: list[Segment] = []  # of the last step: mostly those of the next, which then is the same list
@@ -234,7 +235,7 @@ class Recorder:
         if is_distributed(own_shards(named)):
             return []  # would need collectives, which the other ranks would not join
         segments, tensors = [], []
-        for segment, some in (part for probe in self._probes for part in probe.state(named)):
+        for segment, some in (part for probe in self._with_state for part in probe.state(named)):
             # The states of a tensor subclass are kinds of their own, ``exp_avg.scale`` for instance.
             if segment.kind not in measured and not any(kind.startswith(f"{segment.kind}.") for kind in measured):
                 segments.append(segment)

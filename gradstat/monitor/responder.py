@@ -136,7 +136,7 @@ class Responder:
         if not findings:
             return
         raising = [finding for finding in findings if self._act_on(monitor, finding)]  # all, before one raises
-        with self._unwatched.suppress_errors(monitor.steps, "findings could not be shown"):
+        with self._unwatched.suppress_errors(self._reviewer.steps, "findings could not be shown"):
             self._source.show(findings)
         if raising:
             first = raising[0]
@@ -167,7 +167,7 @@ class Responder:
             if callable(policy):
                 policy(monitor, finding)
             elif policy == "warn":
-                self._warner.warn(finding, monitor.steps)
+                self._warner.warn(finding, self._reviewer.steps)
             elif policy == "raise":
                 raising = True
             elif policy == "snapshot":
@@ -182,7 +182,8 @@ class Responder:
                 self._carry_out(policy, monitor)
         if finding.severity == "error" and finding.step - self._saved >= QUIET and not is_over:
             self._saved = finding.step
-            self.save(str(finding))
+            if self._file.path is not None:
+                self.save(str(finding))
         return raising
 
     def _carry_out(self, policy: str, monitor: Any) -> None:

@@ -50,6 +50,7 @@ class Reviewer:
         findings: list[Finding],
     ) -> None:
         self._settings, self._source, self._recorder, self._unwatched = settings, source, recorder, unwatched
+        self._skipped_by, self._remedies = settings.skipped_by, settings.remedies
         options = settings.options
         self.rules = RuleRunner(settings.rules, options.review_every, settings.periods["parameters"])
         self.log = StepLog(options.history, options.max_bytes)
@@ -164,12 +165,12 @@ class Reviewer:
             is_scaled=recorder.is_scaled,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,
-            skipped_by="the loss scaler" if recorder.is_scaled else settings.skipped_by,
+            skipped_by="the loss scaler" if recorder.is_scaled else self._skipped_by,
             has_rival=recorder.has_rival,
             **optimizer_settings(settings.optimizer),
         )
         # Remedies that the run uses already, or cannot use, are left out of advice.
-        in_use = [*settings.remedies, *["skip"] * bool(run.skipped_by)]
+        in_use = [*self._remedies, *["skip"] * bool(run.skipped_by)]
         not_usable = () if settings.engine is None else ("replay",)
         window = self.log.close(run)
         findings = [

@@ -98,8 +98,8 @@ class Rows(RowValues):
 
     @functools.cached_property
     def newest(self) -> Rows:
-        """A copy of the rows of the newest step, which keeps no other rows alive."""
-        return Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy())
+        """The rows of the newest step, a copy if there are others, which it would keep alive."""
+        return self if len(self.steps) == 1 else Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy())
 
     @functools.cached_property
     def present(self) -> Bools:

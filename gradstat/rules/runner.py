@@ -156,7 +156,8 @@ class RuleRunner:
         ``tensors`` are measured in every step: rows that wait for the review take memory.
         """
         joined: dict[str, Band] = {}
-        for rule in self.rules:
+        banded = [rule for rule in self.rules if type(rule).bands is not Rule.bands]
+        for rule in banded:
             try:
                 for name, (low, high) in rule.bands().items():
                     band = joined.get(name, (-math.inf, math.inf))
