@@ -167,8 +167,10 @@ def _loaded(held: Any, value: Any, place: str, is_own: bool) -> Any:
         require([*map(len, value)], [exactly(held.width)], f"{place}, lengths")
         return Records(held.width, value)
     if is_own:
-        kinds: dict[type, Any] = {dict: {str: NUMBER}, list: [FINITE], bool: FLAG, str: TEXT}
+        kinds: dict[type, Any] = {dict: {str: NUMBER}, list: [FINITE], bool: FLAG, int: WHOLE, str: TEXT}
         require(value, kinds.get(type(held), NUMBER), place)
+        if isinstance(held, float):
+            return float(value)  # it may have been a whole number, and may be any other in the next state
     return copy.deepcopy(value)
 
 
