@@ -113,8 +113,8 @@ def test_slots_belong_to_a_device_and_a_stream(stream: Stream) -> None:
     for expected in (4 * [ONE_SLOT], 4 * [{}]):
         for (on, device), new in zip(places, expected, strict=True):
             to, size = torch.zeros(4), ctypes.c_int64(16)
-            addresses = [ctypes.c_void_p(each.data_ptr()) for each in (numbers, to)]
-            call = lambda: stream.library.copy_over(*addresses[:1], size, on.handle, device, addresses[1])  # noqa: B023, E731
+            source, target = (ctypes.c_void_p(each.data_ptr()) for each in (numbers, to))
+            call = lambda: stream.library.copy_over(source, size, on.handle, device, target)  # noqa: B023, E731
             used = {"copies": 1, "records": 1, "waits": 1, **({"devices_set": 2} if device else {})}
             assert cost(stream, call) == new | used
             assert torch.equal(to, numbers)

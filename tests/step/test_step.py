@@ -202,9 +202,10 @@ def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: py
         guarded: dict[str, Any] = {"loss": loss, "guard": guard} if max_norm == 1.0 else {}
         with NoSync():
             result = gradstat.guarded_step(optimizer, max_norm, scaler=scaler, **guarded)
-            guard.load_state_dict(guard.state_dict())
+            state = guard.state_dict()
             if scaler is not None:
                 scaler.update()
+        guard.load_state_dict(state)
         assert not result.skipped
     assert guard.read().steps == 6
 
