@@ -260,7 +260,7 @@ class RowsRule(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in self.kinds:
-            rows = window.rows(kind)
+            rows = window.measured.get(kind)
             if rows is not None:
                 yield from self.judge(window, rows, kind)
 

@@ -21,7 +21,7 @@ class HeavyDropout(Rule):
     advice = ("make p= of Dropout the share of elements that become zero",)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed("dropped"):
+        for seen in window.seen.get("dropped", []):
             if seen.value and not self._episodes:
                 name, step = seen.value[0] or "model", 0 if seen.step <= SOON else seen.step
                 self.begins(name, step)
@@ -35,7 +35,7 @@ def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:
 
     A weight keeps the size of signals if its own is about 1. There are none if fewer than two weights vary.
     """
-    parameters = window.rows("parameter")
+    parameters = window.measured.get("parameter")
     if parameters is None:
         return None
     judged, sizes = sizes_of_weights(parameters, 0)
@@ -53,7 +53,7 @@ class ConstantWeights(LearningRule):
     advice = ("draw weights at random, as reset_parameters() of torch's modules does",)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        parameters = window.rows("parameter")
+        parameters = window.measured.get("parameter")
         if parameters is None:
             return
         self._is_over, judged = True, sizes_of_weights(parameters, 0)[0]
@@ -102,7 +102,7 @@ class _FirstLosses(LearningRule):
     _certain, _labels = carried(math.nan), carried(1)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        looks = window.observed("outputs")
+        looks = window.seen.get("outputs", [])
         if looks and math.isnan(self._certain):
             self._certain, self._labels = looks[0].value.certain, max(1, looks[0].value.labels)
         for _ in self._follow(window):
@@ -141,7 +141,7 @@ class FarBeginning(_FirstLosses):
     _size, _weight = carried(math.nan), carried("")
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        first, parameters = _first_sizes(window) if math.isnan(self._size) else None, window.rows("parameter")
+        first, parameters = _first_sizes(window) if math.isnan(self._size) else None, window.measured.get("parameter")
         if first is not None and parameters is not None:
             names, sizes = first
             self._size = median(sizes) if names else 0.0

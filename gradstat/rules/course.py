@@ -106,13 +106,13 @@ def change_in_words(grown: float) -> str:
 
 def norms_of_weights(window: Window) -> list[tuple[int, float]]:
     """The norm of all weights, by step in which it was measured."""
-    rows = window.rows("parameter")
+    rows = window.measured.get("parameter")
     return [] if rows is None else [*zip(rows.steps.tolist(), rows.norm_of_matrices, strict=True)]
 
 
 def _classes_of(window: Window, loss: float) -> int:
     """The number of classes of the softmax that the first ``loss`` ends with; 0 if there is none, or it is small."""
-    gradients = window.rows("gradient")
+    gradients = window.measured.get("gradient")
     order = () if gradients is None else window.run.backward_order or gradients.names[::-1]
     last = order[0].rpartition(".")[0] if order else ""  # which may have more than a weight and a bias
     for name in [*order[:2], *(name for name in order[2:6] if last and name.rpartition(".")[0] == last)]:

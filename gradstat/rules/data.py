@@ -60,7 +60,7 @@ class BatchRange(RowsRule):
                 self._seen[name] = self._seen.get(name, 0) + 1
 
     def _begins_badly(self, window: Window) -> Iterable[Finding]:
-        inputs, gradients = window.rows("input"), window.rows("gradient")
+        inputs, gradients = window.measured.get("input"), window.measured.get("gradient")
         if inputs is not None and gradients is not None and inputs.steps[0] == gradients.steps[0] == 0:
             weights = np.flatnonzero(gradients.tensors.matrices).tolist()
             bias = f"{gradients.names[weights[0]].rpartition('.')[0]}.bias" if weights else ""
@@ -138,7 +138,7 @@ class ConstantFeature(LastingRule):
 
 def _is_by_nature(window: Window, step: int, name: str, share: float) -> bool:
     """Whether a mask or the like is constant, or a sparse input."""
-    for batches in map(window.rows, INPUT_KINDS):
+    for batches in map(window.measured.get, INPUT_KINDS):
         if batches is not None and name in batches.names and step in batches.steps:
             row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
             has_one_value = bool(batches.field("min")[row, i] == batches.field("max")[row, i])
@@ -158,7 +158,7 @@ class LabelRange(Rule):
     advice = ("compare labels with the number of outputs before training", "pass the right ignore_index to the loss")
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed("label"):
+        for seen in window.seen.get("label", []):
             for name, low, high, classes in seen.value:
                 if self.begins(name, seen.step):
                     text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
@@ -173,7 +173,7 @@ class _RankRule(Rule):
 
     def _failed(self, window: Window, kind: str) -> Iterator[tuple[int, Any]]:
         """The steps in which a comparison of a ``kind`` failed anew, and the reports."""
-        for seen in window.observed(kind):
+        for seen in window.seen.get(kind, []):
             if not seen.value.ok and self.begins("", seen.step):
                 yield seen.step, seen.value
 
@@ -204,9 +204,9 @@ class RepeatedBatch(_RankRule):
         for step, report in self._failed(window, "batches"):
             repeated = [list(ranks) for ranks in report.repeated]
             yield self.found(step, "batch", str(report), about="batch", ranks=repeated)
-        measured = [kind for kind in INPUT_KINDS if window.rows(kind) is not None]
+        measured = [kind for kind in INPUT_KINDS if window.measured.get(kind) is not None]
         for kind in measured or ["gradient"]:
-            rows = window.rows(kind)
+            rows = window.measured.get(kind)
             if rows is not None and self._repeats(rows, kind) and self.begins("repeats", rows.steps[-1]):
                 steps, name = int(self._same_for[kind]), rows.names[0]
                 text = f"{name} has been exactly the same for {steps} steps, and changed before"
@@ -280,7 +280,7 @@ class UnreducedGradients(Rule):
     advice = ("call the DDP model itself, then loss.backward()", "broadcast the parameters of one rank before going on")
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed("unreduced"):
+        for seen in window.seen.get("unreduced", []):
             since, is_no_sync = seen.value
             steps = seen.step - since
             if steps >= _UNREDUCED and self.begins("", seen.step):

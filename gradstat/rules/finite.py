@@ -24,7 +24,7 @@ def _nonfinite_rows(
 
     ``is_nonfinite`` says which tensors of some rows are, ``[m, n]``; by default those with any.
     """
-    rows = window.rows(kind)
+    rows = window.measured.get(kind)
     if rows is None:
         return
     nonfinite = rows.nonfinite if is_nonfinite is None else is_nonfinite(rows)
@@ -96,7 +96,7 @@ def _nonfinite_inputs(window: Window, step: int) -> list[str]:
 
 
 def _is_measured(window: Window, kind: str, step: int) -> bool:
-    rows = window.rows(kind)
+    rows = window.measured.get(kind)
     return rows is not None and step in rows.steps
 
 

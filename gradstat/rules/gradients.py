@@ -68,7 +68,7 @@ class ExplodingGradient(SpikeRule):
                 yield self._finding(window, row, norm, began, median, limit)
 
     def _finding(self, window: Window, row: int, norm: float, began: int, median: float, limit: float) -> Finding:
-        rows = window.rows("gradient")
+        rows = window.measured.get("gradient")
         name, share = "norm", None
         if rows is not None and window.steps[row] in rows.steps:
             squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[row])]) ** 2
@@ -145,13 +145,13 @@ class VanishingGradient(LevelRule):
                 text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
                 severity = "info" if window.run.has_rival else None
                 yield self.found(shift.began, "norm", text, "series", severity, _FALLEN, norm=after, before=before)
-        rows = window.rows("gradient")
+        rows = window.measured.get("gradient")
         if rows is not None:
             yield from self._layer_by_layer(rows)
 
     def _falls(self, window: Window) -> Iterator[Shift]:
         """As `shifts`, of the logarithms of norms; without those that something else explains."""
-        rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
+        rows, norms = window.measured.get("gradient"), window.scalars.get("norm", np.empty(0))
         if rows is not None:
             for step, count in zip(rows.steps.tolist(), rows.present.sum(1).tolist(), strict=True):
                 if count != self._present:
@@ -323,10 +323,10 @@ class MissingGradient(_AbsentGradientRule):
         return super().is_intermittent(names) or bool(came_back.any())
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        for seen in window.observed("coverage"):
+        for seen in window.seen.get("coverage", []):
             self._resting = dict.fromkeys(seen.value.unused, seen.step)
         missing = np.zeros(rows.present.shape, dtype=bool)
-        for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
+        for seen in window.seen.get("missing", []):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, list(self._resting))

@@ -103,7 +103,7 @@ class GrowingWeights(_ChangedWeights):
     _LARGE, _EARLY, _EARLY_SHARE = 2.0, 128, 0.75
 
     def _share(self, grown: float, window: Window, step: int) -> float:
-        rows = window.rows("parameter")
+        rows = window.measured.get("parameter")
         sizes = () if rows is None or grown < 1 else sizes_of_weights(rows, int(rows.steps.searchsorted(step)))[1]
         if not len(sizes) or median(sizes) <= self._LARGE:
             return 0.0

@@ -75,7 +75,7 @@ class LearningRateJump(Rule):
         return bands
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed("coverage"):
+        for seen in window.seen.get("coverage", []):
             yield from self._of_settings(seen)
         self._remember(window)
         self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}

@@ -148,8 +148,8 @@ class MomentumDrift(Rule):
 
 def _momenta(window: Window) -> list[tuple[str, Rows]]:
     """The averages of gradients, by kind; RMSprop's ``momentum_buffer`` is one of gradients over their size."""
-    kinds = ("exp_avg", "momentum_buffer") if window.rows("square_avg") is None else ()
-    return [(kind, rows) for kind in kinds if (rows := window.rows(kind)) is not None]
+    kinds = ("exp_avg", "momentum_buffer") if window.measured.get("square_avg") is None else ()
+    return [(kind, rows) for kind in kinds if (rows := window.measured.get(kind)) is not None]
 
 
 def _are_of_all(names: tuple[str, ...], window: Window) -> bool:

@@ -20,7 +20,7 @@ _BATCHES = 8
 
 def looks(window: Window) -> Iterator[tuple[int, OutputFacts, float]]:
     """The steps in which outputs were looked at, what was seen, and the loss."""
-    for seen in window.observed("outputs"):
+    for seen in window.seen.get("outputs", []):
         yield seen.step, seen.value, window.value("loss", int(np.searchsorted(window.steps, seen.step)))
 
 

@@ -247,11 +247,23 @@ class Window:
         """
         return float(self.scalars[name][row]) if name in self.scalars else math.nan
 
+    @functools.cached_property
+    def seen(self) -> dict[str, list[Observation]]:
+        """The observations by kind, without kinds that were not observed."""
+        seen: dict[str, list[Observation]] = {}
+        for one in self.observations:
+            seen.setdefault(one.kind, []).append(one)
+        return seen
+
     def observed(self, kind: str) -> list[Observation]:
         """The observations of a kind."""
-        return [seen for seen in self.observations if seen.kind == kind]
+        return self.seen.get(kind, [])
+
+    @functools.cached_property
+    def measured(self) -> dict[str, Rows]:
+        """The ``tables`` that have rows and tensors."""
+        return {kind: rows for kind, rows in self.tables.items() if len(rows.steps) and rows.names}
 
     def rows(self, kind: str) -> Rows | None:
         """The rows of a kind, or None if it was not measured in these steps."""
-        rows = self.tables.get(kind)
-        return None if rows is None or not (len(rows.steps) and rows.tensors.names) else rows
+        return self.measured.get(kind)

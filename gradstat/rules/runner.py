@@ -72,7 +72,7 @@ class RuleRunner:
                     self._switch_off(rule)
             findings = [self._in_context(finding, window) for finding in findings]
         self._remember(int(window.steps[-1]) + 1 if len(window.steps) else 0, window.scalars)
-        rows = window.rows("gradient")
+        rows = window.measured.get("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
         findings = self._folded(findings, window)

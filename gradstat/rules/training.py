@@ -220,14 +220,14 @@ class OptimizerCoverage(Rule):
     _last_look, _has_stepped = carried(0), carried(False)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed("untrained"):
+        for seen in window.seen.get("untrained", []):
             if seen.value:
                 text = f"the loss depends on {count_of(len(seen.value), 'parameter')} that neither the model nor an "
                 text += f"optimizer has, so that nothing trains them; one has the shape {list(seen.value[0])}"
                 yield self.found(0, "optimizer", text, causes=_UNTRAINED, advice=_REGISTER, parameters=len(seen.value))
-        for seen in window.observed("coverage"):
+        for seen in window.seen.get("coverage", []):
             yield from self._replaced(seen)
-            rows, left_out = window.rows("gradient"), seen.value.left_out
+            rows, left_out = window.measured.get("gradient"), seen.value.left_out
             parameters = window.latest.get("parameter")
             sums = {} if parameters is None else dict(zip(parameters.names, parameters.field("sum")[-1], strict=True))
             # It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.

@@ -65,7 +65,7 @@ class ParameterJump(Rule):
     _infos = carried(dict[str, int]())  # falls that were an info, since the loss had not risen yet, and their steps
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rows, kept = window.rows("parameter"), len(self._losses)
+        rows, kept = window.measured.get("parameter"), len(self._losses)
         losses = self._losses + bounded(window.scalars.get("loss", np.empty(0)))
         self._losses = losses[-_LATELY:]
         if rows is not None:
@@ -203,10 +203,10 @@ class UnchangedParameter(Rule):
     _sums, _squares = carried(PerName(math.nan)), carried(PerName(math.nan))
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.observed("unused"):
+        for seen in window.seen.get("unused", []):
             text = f"gradients were computed and zeroed {seen.value} times, and step() of the optimizer was not called"
             yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)
-        rows, gradients = window.rows("parameter"), window.rows("gradient")
+        rows, gradients = window.measured.get("parameter"), window.measured.get("gradient")
         if rows is None or gradients is None:
             return
         names, gradients = rows.names, gradients.of(rows.names)
@@ -303,7 +303,7 @@ class OverwrittenParameter(Rule):
         signal = "loss" if window.scalar("loss") is not None else "finite_norm"
         values = window.scalars[signal] if signal in window.scalars else np.full(len(window.steps), math.nan)
         self._recent = [*self._recent, *bounded(values)][-256:]
-        for seen in window.observed("versions"):
+        for seen in window.seen.get("versions", []):
             names = tuple(seen.value)
             versions, rates = self._versions.values_for(names), self._rates.values_for(names)
             regular = self._regular.values_for(names)
@@ -339,7 +339,7 @@ class OverwrittenParameter(Rule):
 
     def _moved(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
         """The parameters whose norm has gone far since they were last measured, before ``step``, and both norms."""
-        rows = window.rows("parameter")
+        rows = window.measured.get("parameter")
         if rows is None or step not in rows.steps:
             return {}
         norms, usual = self._norms.values_for(rows.names), self._usual.values_for(rows.names)
