@@ -188,10 +188,7 @@ def test_only_common_steps_are_compared_and_without_any_it_is_said() -> None:
 
 def test_findings_of_one_only_are_listed() -> None:
     a, b = run(), run()
-    b.findings = (
-        Finding("rule", "warning", 3, "loss", {}, text="It rose."),
-        Finding("rule", "warning", 99, "loss", {}),
-    )
+    b.findings = tuple(Finding("rule", "warning", step, "loss", {}, text="It rose.") for step in (3, 99))
     comparison = compare(a, b)
     assert comparison.same  # findings are derived from numbers, which are equal
     assert comparison.findings_b == b.findings[:1]

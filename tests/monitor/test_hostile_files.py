@@ -847,13 +847,17 @@ def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None
 # Paths and arguments -----------------------------------------------------------------------------------------
 
 
-def test_paths_stay_in_the_folder_in_which_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_stay_in_the_folder_in_which_they_were_given_whatever_the_name_of_a_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, later = tmp_path / "first", tmp_path / "later"
     later.mkdir()
     first.mkdir()
     monkeypatch.chdir(first)
     model = nn.Linear(2, 1)
-    with_name = gradstat.Monitor(model, save_to="run.gradstat", on_anomaly="record")
+    names = "../../evil", "a/b\0c", "r" * 500
+    made = [gradstat.monitor.rule(name, severity="error")(lambda rule, _: [rule.found(0, "w", "")]) for name in names]
+    with_name = gradstat.Monitor(model, save_to="run.gradstat", on_anomaly="snapshot", rules=[rule() for rule in made])
     without = gradstat.Monitor(model, on_anomaly="snapshot")
     lightning = GradstatCallback(save_to="lightning.gradstat", save_dir="saved")
     writer = JsonlWriter("log.jsonl")
@@ -864,21 +868,9 @@ def test_paths_stay_in_the_folder_in_which_they_were_given(tmp_path: Path, monke
         monitor.detach()
     assert not list(later.iterdir())
     assert {path.suffix for path in first.iterdir()} == {".gradstat", ".jsonl"}
-    assert len(list(first.glob("incident-step0-*"))) >= 1
+    assert set(tmp_path.rglob("*")) == {first, later, *first.iterdir()}
+    assert (len(list(first.glob("run*"))), len(list(first.glob("incident-step0-*"))) >= 1) == (4, True)
     assert (lightning.arguments["save_to"], writer.path) == (first / "lightning.gradstat", first / "log.jsonl")
-
-
-def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> None:
-    def always(self: Any, window: Any) -> list[Finding]:
-        return [self.found(0, "w", "always")]
-
-    rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
-    path = tmp_path / "in" / "run.gradstat"
-    with gradstat.Monitor(nn.Linear(2, 2), rules=[made() for made in rules], on_anomaly="snapshot", save_to=path) as it:
-        it.step(1.0)
-    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
-    assert len(written) == 4
-    assert all(path.startswith("in/run") for path in written)
 
 
 def test_devices_and_pipes_are_written_to_and_neither_replaced_nor_read(tiny: Path, tmp_path: Path) -> None:

@@ -291,17 +291,17 @@ def test_a_learning_rate_of_numpy_or_none_at_all_is_no_error() -> None:
     assert monitor.recording().scalars["loss"][1] == 2.0
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("recorder.Recorder.measure_state", "parameters, buffers or states could not be measured"),
-        ("actions.Snapshots.take", "the state of a step could not be copied"),
-    ],
-)
-def test_an_error_beside_a_step_does_not_lose_it(what: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+BESIDE = {
+    "recorder.Recorder.measure_state": "parameters, buffers or states could not be measured",
+    "actions.Snapshots.take": "the state of a step could not be copied",
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_an_error_beside_a_step_does_not_lose_it(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"gradstat.monitor.{what}", out_of_memory)
     monitor = Monitor(nn.Linear(6, 6), on_anomaly={"error": "record", "info": "rollback"})
-    with pytest.warns(Warning, match=says):
+    with pytest.warns(Warning, match=BESIDE[what]):
         _ = [monitor.step(loss) for loss in (1.0, math.nan, 1.0)]
     assert monitor.recording().steps.tolist() == [0, 1, 2]
     assert "nonfinite-loss" in {finding.rule for finding in monitor.findings}
