@@ -27,16 +27,26 @@ class Codebook(nn.Module):
         return self.last(self.norm(x))
 
 
-def spoilt(spoil: Any = lambda model, x: None, steps: int = 4, scaler: Any = None, **options: Any) -> gradstat.Monitor:
-    """Trains; in step 2 the model or its input is spoilt."""
+SPOIL: dict[str, Any] = {
+    "nothing": lambda model, x: None,
+    "input": lambda model, x: x[3, 1].fill_(math.nan),
+    "weight": lambda model, x: model.last.weight.data[0, 1].fill_(math.nan),
+    "gradient": lambda model, x: model.last.bias.register_hook(lambda gradient: gradient * math.nan),
+    "loss": lambda model, x: model.last.register_forward_hook(lambda module, inputs, output: output * math.inf),
+    "codebook": lambda model, x: model.codebook[1].fill_(math.nan),
+    "statistics": lambda model, x: model.norm.running_var[1].fill_(math.nan),
+}
+
+
+def spoilt(what: str, rule: str, scaler: Any = None, **options: Any) -> Finding:
+    """Trains; in step 2 something of the model, or its input, is spoilt. The finding of a rule."""
     torch.manual_seed(0)
     model, scaler = Codebook(), scaler or torch.amp.GradScaler("cpu", enabled=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monitor = gradstat.Monitor(model, optimizer, scaler, **{"on_anomaly": RECORD, **options})
-    for step in range(steps):
+    for step in range(4):
         x = torch.randn(8, 4)
-        if step == 2:
-            spoil(model, x)
+        SPOIL[what if step == 2 else "nothing"](model, x)
         loss = mse_loss(model(x), x.nan_to_num()[:, :1])
         scaler.scale(loss).backward()
         monitor.step(loss)
@@ -44,26 +54,6 @@ def spoilt(spoil: Any = lambda model, x: None, steps: int = 4, scaler: Any = Non
         scaler.update()
         optimizer.zero_grad()
     monitor.flush()
-    return monitor
-
-
-def bad_input(model: Any, x: Tensor) -> None:
-    x[3, 1] = math.nan
-
-
-def bad_weight(model: Any, x: Tensor) -> None:
-    model.last.weight.data[0, 1] = math.nan
-
-
-def bad_gradient(model: Any, x: Tensor) -> None:
-    model.last.bias.register_hook(lambda gradient: gradient * math.nan)
-
-
-def bad_loss(model: Any, x: Tensor) -> None:
-    model.last.register_forward_hook(lambda module, inputs, output: output * math.inf)
-
-
-def of(monitor: gradstat.Monitor, rule: str) -> Finding:
     return next(finding for finding in monitor.findings if finding.rule == rule)
 
 
@@ -72,19 +62,19 @@ def test_a_diagnosis_does_not_send_its_reader_to_the_diagnosis() -> None:
 
 
 def test_the_causes_of_a_loss_are_those_that_what_was_measured_leaves() -> None:
-    assert of(spoilt(bad_input), "nonfinite-loss").causes == ("input[0] is not finite",)
-    assert of(spoilt(bad_weight), "nonfinite-loss").causes == ("last.weight is not finite",)
-    operation, batch = of(spoilt(bad_loss), "nonfinite-loss").causes  # parameters were finite
+    assert spoilt("input", "nonfinite-loss").causes == ("input[0] is not finite",)
+    assert spoilt("weight", "nonfinite-loss").causes == ("last.weight is not finite",)
+    operation, batch = spoilt("loss", "nonfinite-loss").causes  # parameters were finite
     assert "log of 0" in operation
     assert "NaN" not in batch  # the input was finite
-    causes = of(spoilt(bad_loss, watch={"batch": 0, "parameters": 0}), "nonfinite-loss").causes
+    causes = spoilt("loss", "nonfinite-loss", watch={"batch": 0, "parameters": 0}).causes
     assert len(causes) == 3
     assert "a batch with NaN or Inf" in causes[1]
 
 
 def test_what_is_in_use_is_not_advised() -> None:
     def advised(**options: Any) -> tuple[bool, bool]:
-        advice = " | ".join(of(spoilt(bad_gradient, **options), "nonfinite-gradient").advice)
+        advice = " | ".join(spoilt("gradient", "nonfinite-gradient", **options).advice)
         return "on_anomaly='replay'" in advice, "'skip'" in advice
 
     assert advised() == (True, True)
@@ -105,10 +95,8 @@ def fitted_to(advice: tuple[str, ...], *arguments: Any) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("remedy", sorted(REMEDIES))
 def test_a_remedy_is_left_out_where_it_is_used_and_replaced_where_it_cannot_be(remedy: Remedy) -> None:
-    words = {name: f"'{name}'" for name in ("replay", "skip", "rollback")} | {
-        "activations": "activations",
-        "clip": "clip",
-    }
+    words = {"activations": "activations", "clip": "clip", "replay": "'replay'", "skip": "'skip'"}
+    words["rollback"] = "'rollback'"
     assert words[remedy.uses] in remedy
     others = words.keys() - {remedy.uses}
     assert fitted_to((remedy,), others, others) == (remedy,)
@@ -125,19 +113,16 @@ def test_every_advice_that_names_something_of_gradstat_is_a_remedy() -> None:
     assert not [one for one in plain if "on_anomaly" in one or "clip gradients" in one or "step_fn" in one]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"on_anomaly": {**RECORD, "nonfinite-gradient": "skip"}}, "the policy 'skip' skips this step"),
-        ({"scaler": torch.amp.GradScaler("cpu", init_scale=2.0)}, "the loss scaler skips this step"),
-        ({}, "is not finite"),
-    ],
-)
-def test_a_finding_says_that_its_step_is_skipped(options: dict[str, Any], told: str) -> None:
-    assert of(spoilt(bad_gradient, **options), "nonfinite-gradient").text.endswith(told)
+def test_a_finding_says_that_its_step_is_skipped() -> None:
+    def told(**options: Any) -> str:
+        return spoilt("gradient", "nonfinite-gradient", **options).text
+
+    assert told(on_anomaly={**RECORD, "nonfinite-gradient": "skip"}).endswith("the policy 'skip' skips this step")
+    assert told(scaler=torch.amp.GradScaler("cpu", init_scale=2.0)).endswith("the loss scaler skips this step")
+    assert told().endswith("is not finite")
 
 
 def test_only_running_statistics_are_to_be_reset() -> None:
-    for name, is_advised in (("codebook", False), ("norm.running_var", True)):
-        found = spoilt(lambda model, x, name=name: model.get_buffer(name)[1].fill_(math.nan), watch={"buffers": 1})
-        assert ("reset_running_stats" in " ".join(of(found, "nonfinite-buffer").advice)) == is_advised
+    for what, is_advised in (("codebook", False), ("statistics", True)):
+        found = spoilt(what, "nonfinite-buffer", watch={"buffers": 1})
+        assert ("reset_running_stats" in " ".join(found.advice)) == is_advised

@@ -71,25 +71,23 @@ def test_a_healthy_run_finds_nothing_and_records_what_check_says() -> None:
     model, optimizer, monitor = made()
     nothing = "nothing is known about Net, since monitor.step() has not been called"
     assert (monitor.diagnose().ok, nothing in str(monitor.diagnose())) == (False, True)
-    norms, rows = [], []
+    losses, reports = [], []
     for _ in range(70):
         x = torch.randn(32, 8)
-        loss = backpropagated(optimizer, cross_entropy(model(x), (x[:, 0] > 0).long()))
-        report = gradstat.check(model)
-        norms.append((loss.item(), report.total_norm))
-        rows.append(report.to_numpy())
-        monitor.step(loss)
+        losses.append(backpropagated(optimizer, cross_entropy(model(x), (x[:, 0] > 0).long())))
+        reports.append(gradstat.check(model))
+        monitor.step(losses[-1])
         latest = monitor.latest()
-        assert (latest.step, latest.report.total_norm) == (monitor.steps - 1, report.total_norm)
+        assert (latest.step, latest.report.total_norm) == (monitor.steps - 1, reports[-1].total_norm)
         optimizer.step()
     assert monitor.findings == []
     assert "nothing wrong in 70 steps of Net" in str(monitor.diagnose())
     recording = monitor.recording()
     assert recording.steps.tolist() == list(range(70))
-    np.testing.assert_allclose(recording.scalars["loss"], [loss for loss, _ in norms], rtol=1e-7)
-    np.testing.assert_allclose(recording.scalars["norm"], [norm for _, norm in norms], rtol=1e-12)
+    np.testing.assert_allclose(recording.scalars["loss"], [loss.item() for loss in losses], rtol=1e-7)
+    np.testing.assert_allclose(recording.scalars["norm"], [report.total_norm for report in reports], rtol=1e-12)
     assert (recording.scalars["lr"] == 1e-3).all()
-    table = recording.tables["gradient"]
+    table, rows = recording.tables["gradient"], [report.to_numpy() for report in reports]
     assert table.names == tuple(name for name, _ in model.named_parameters())
     assert table.numel.tolist() == [p.numel() for p in model.parameters()]
     for name in ("l2_norm", "mean", "min", "max", "max_abs", "nan_count"):
@@ -107,26 +105,25 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     model.second.register_forward_hook(lambda _m, _i, output: seen.append(weakref.ref(output)))
     for step in range(25):
         if step in (10, 11):
-            before[step] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            before[step] = [p.detach().clone() for p in model.parameters()]
         monitor.batch([torch.randn(8, 4)])
         trained(model, optimizer, monitor, 1)
     gc.collect()
     assert [activation() for activation in seen] == [None] * 25
     tables = monitor.recording().tables
+    steps = {"parameter": [0, 10, 20], "activation": [0, 10, 20]}
+    steps["exp_avg"] = [10, 20]  # it does not exist before the optimizer's first step
+    steps["update"] = [1, 11, 21]  # measured after the optimizer steps
+    assert {kind: tables[kind].steps.tolist() for kind in steps} == steps
     assert in_order(tables) == [
         *("batch", "input", "constant", "update", "parameter", "buffer", "activation", "gradient"),
         *("exp_avg", "exp_avg_sq"),
     ]
-    assert tables["parameter"].steps.tolist() == [0, 10, 20]
     assert tables["buffer"].names == ("norm.running_mean", "norm.running_var")
-    assert tables["exp_avg"].steps.tolist() == [10, 20]  # it does not exist before the optimizer's first step
-    assert tables["update"].steps.tolist() == [1, 11, 21]  # measured after the optimizer steps
     assert tables["activation"].names == ("first", "norm", "second", "last")
-    assert tables["activation"].steps.tolist() == [0, 10, 20]
-    expected = [(before[11][n] - before[10][n]).norm().item() for n in tables["update"].names]
-    np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-6)
-    expected = [before[10][n].norm().item() for n in tables["parameter"].names]
-    np.testing.assert_allclose(tables["parameter"].column("l2_norm")[1], expected, rtol=1e-6)
+    moved = torch._foreach_sub(before[11], before[10])
+    for kind, expected in (("update", moved), ("parameter", before[10])):
+        np.testing.assert_allclose(tables[kind].column("l2_norm")[1], [e.norm().item() for e in expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("needs_copy", "lag"), [(False, 0), (False, 3), (True, 1), (True, 2)])
@@ -149,16 +146,6 @@ def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
     finding = monitor.findings[0]
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 10, "second.weight")
     assert (finding.evidence["first"], finding.about) == ([2, 3], "gradient")
-
-
-def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
-    """The bad gradient that was completed first is named, whatever the order in the model."""
-    used_last, used_first = nn.Linear(4, 4), nn.Linear(4, 4)
-    monitor = gradstat.Monitor(nn.Sequential(used_last, used_first), on_anomaly="record")
-    for factor in (1.0, 1.0, math.nan):
-        (used_last(used_first(torch.randn(2, 4))).sum() * factor).backward()
-        monitor.step()
-    assert monitor.findings[0].name.startswith("0.")
 
 
 def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> None:
@@ -210,12 +197,13 @@ def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) ->
 def test_a_nan_that_came_after_all_was_finite_again_is_no_consequence() -> None:
     """The program skips the first bad step itself, which nothing tells the monitor."""
     model, optimizer, monitor = made(watch={"parameters": 10})
-    step = optimizer.step
-    for _ in range(40):
-        optimizer.step = step if monitor.steps != 3 else lambda: None  # type: ignore[method-assign]
-        if monitor.steps == 25:
-            model.first.bias.detach()[1] = math.nan
+    trained(model, optimizer, monitor, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "step", lambda: None)
         trained(model, optimizer, monitor, 1, bad=3)
+    trained(model, optimizer, monitor, 21)
+    model.first.bias.detach()[1] = math.nan
+    trained(model, optimizer, monitor, 15)
     errors = [(finding.rule, finding.step) for finding in monitor.findings if finding.severity == "error"]
     assert errors == [("nonfinite-gradient", 3), ("nonfinite-parameter", 25)]
 
@@ -256,12 +244,7 @@ def test_parameters_that_nobody_trains_are_told(others: str, is_told: int, is_se
 @pytest.mark.parametrize(("trains", "is_rival"), [("another", True), ("the rest", False), ("the same", False)])
 def test_an_optimizer_of_something_else_is_noticed(trains: str, is_rival: bool) -> None:
     seen: list[bool] = []
-
-    @rule("looks")
-    def looks(asked: Rule, window: Any) -> Any:
-        seen.append(window.run.has_rival)
-        return ()
-
+    looks = rule("looks")(lambda _, window: seen.append(window.run.has_rival))
     model, critic = Net(), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.first.parameters(), lr=0.01)
     others = {"another": critic, "the rest": model.last, "the same": model.first}[trains]
@@ -299,29 +282,12 @@ def test_an_optimizer_that_makes_nan_of_finite_gradients_is_blamed(
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
     for step in range(5):
         x = torch.randn(8, 4, dtype=dtype) * torch.tensor([0, 1, 1, 1], dtype=dtype)
-        loss = model(x if step < 2 or optimizer_of is not Normalized else 0 * x)[:, 0].square().mean()
-        optimizer.zero_grad()
-        (loss if optimizer_of is not Normalized else loss * (step < 2)).backward()
-        monitor.step(loss)
+        factor = step < 2 or optimizer_of is not Normalized
+        monitor.step(backpropagated(optimizer, model(factor * x)[:, 0].square().mean() * factor))
         optimizer.step()
     (error,) = [finding for finding in monitor.findings if finding.severity == "error"]
     assert (error.rule, cause in error.causes[0]) == ("nonfinite-parameter", True)
     assert "the gradients of all steps were finite" in error.text
-
-
-@pytest.mark.parametrize("stops", [True, False])
-def test_a_loss_that_stays_nan_ends_a_run_only_if_asked_to(stops: bool) -> None:
-    def stop(monitor: Any, finding: Finding) -> None:
-        monitor.should_stop = "in_a_row" in finding.evidence
-
-    model, optimizer, monitor = made(on_anomaly={"error": "record"} | ({"nonfinite-loss": stop} if stops else {}))
-    model.last.bias.data.fill_(math.nan)
-    for _ in range(3):
-        assert not monitor.should_stop
-        trained(model, optimizer, monitor, 1)
-    assert monitor.should_stop == stops
-    lost = [finding for finding in monitor.findings if "3 steps in a row" in finding.text]
-    assert [(one.rule, one.severity, one.step) for one in lost] == [("nonfinite-loss", "info", 0)]
 
 
 def test_a_state_is_healthy_without_errors_lately_and_with_all_finite() -> None:
@@ -400,15 +366,6 @@ def test_calls_what_a_rule_is_given_and_without_policies_only_records(calls: boo
     trained(model, optimizer, monitor, 3, bad=2)  # a warning would be an error
     assert seen == ["3 nonfinite-gradient"] * calls
     assert [finding.rule for finding in monitor.findings] == ["nonfinite-gradient"]
-
-
-def test_a_loss_that_was_not_finite_is_noted_in_its_step_and_all_others_are_told_apart() -> None:
-    model = nn.Linear(2, 1)
-    monitor = gradstat.Monitor(model, on_anomaly="record", options={"review_every": 2})
-    for loss in (1.0, 1.0, 1.0, math.nan, 1.0, math.inf):
-        model(torch.ones(1, 2)).sum().backward()
-        monitor.step(loss)
-    assert monitor.recording().scalars["loss_nonfinite"].tolist() == [0, 0, 0, 1, 0, 2]
 
 
 def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
@@ -503,16 +460,20 @@ def test_given_scalars_are_recorded_compared_and_judged_if_asked() -> None:
     assert monitor.steps == 0
 
 
-def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> None:
-    model, _, monitor = made()
-    model(torch.randn(4, 8)).sum().backward()
-    for loss in (torch.zeros(3), torch.zeros((), dtype=torch.long), "low"):
+def test_a_loss_is_noted_in_its_step_and_one_that_is_no_number_is_refused() -> None:
+    model, _, monitor = made(options={"review_every": 2})
+    for loss in (1.0, 1.0, 1.0, math.nan, 1.0, math.inf):
+        fill(model)
+        monitor.step(loss)
+    for wrong in (torch.zeros(3), torch.zeros((), dtype=torch.long), "low"):
         with pytest.raises((TypeError, ValueError), match=r"loss is a (tensor of shape|str)"):
-            monitor.step(loss)  # type: ignore[arg-type]
-    monitor.step(1.5)
+            monitor.step(wrong)  # type: ignore[arg-type]
+    monitor.step(1.5)  # the step may be told anew
     model.zero_grad()
     monitor.step()
-    assert monitor.recording().scalars["missing"].tolist() == [0, 8]
+    scalars = monitor.recording().scalars
+    assert scalars["loss_nonfinite"].tolist() == [0, 0, 0, 1, 0, 2, 0, 0]
+    assert scalars["missing"].tolist() == [0] * 7 + [8]
 
 
 def test_labels_out_of_range_are_reported_before_the_forward_pass() -> None:
@@ -542,7 +503,7 @@ def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
     assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", "batch['a'][1][0].inputs", [7, 2])
 
 
-def test_batches_of_changing_sizes_are_judged_by_their_own_sizes() -> None:
+def test_batches_and_parameters_of_changing_sizes_are_judged_by_their_own_sizes() -> None:
     model, optimizer, monitor = made()
     sizes = (4, 4, 4, 4, 4, 32, 16, 8)  # the last four are reviewed together
     for size in sizes:
@@ -556,19 +517,15 @@ def test_batches_of_changing_sizes_are_judged_by_their_own_sizes() -> None:
     assert table.column("zero_fraction")[:, 0].tolist() == [0.5] * len(sizes)
     (found,) = [finding for finding in monitor.findings if finding.rule == "nonfinite-batch"]
     assert (found.step, found.evidence["first"]) == (5, [31, 7])
-
-
-def test_a_parameter_of_another_size_does_not_change_the_steps_before() -> None:
-    model = nn.Linear(4, 4, bias=False)
-    monitor = gradstat.Monitor(model, on_anomaly="record", rules=[])
+    layer = nn.Linear(4, 4, bias=False)
+    monitor = gradstat.Monitor(layer, on_anomaly="record", rules=[])
     for size in (4, 4, 4, 8, 8):
-        if size != model.weight.shape[0]:
-            model.weight = nn.Parameter(torch.ones(size, 4))
-        fill(model)
+        if size != layer.weight.shape[0]:
+            layer.weight = nn.Parameter(torch.ones(size, 4))
+        fill(layer)
         monitor.step()
     table = monitor.recording().tables["gradient"]
-    assert table.column("mean")[:, 0].tolist() == [1.0] * 5
-    assert table.numel.tolist() == [32]
+    assert (table.column("mean")[:, 0].tolist(), table.numel.tolist()) == ([1.0] * 5, [32])
 
 
 def test_a_module_with_several_outputs_is_measured_over_all_of_them() -> None:
@@ -642,14 +599,12 @@ def test_no_update_is_measured_across_a_rollback() -> None:
 
 
 def test_a_loss_scale_of_zero_loses_no_step() -> None:
-    model = Net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
     monitor = gradstat.Monitor(model, None, scaler, on_anomaly="record")
     for scale in (1.0, 0.0, 1.0):
-        scaler.scale(torch.ones(()))
         scaler._scale.fill_(scale)
-        model.zero_grad()
-        (model(torch.randn(8, 8)).sum() * scale).backward()
+        fill(model, scale)
         monitor.step()
     assert np.isnan(monitor.recording().scalars["norm"]).tolist() == [False, True, False]
 
@@ -789,14 +744,12 @@ def test_the_replay_of_the_cause_is_not_replaced_by_one_of_a_consequence() -> No
 
 def test_a_replay_that_cannot_run_is_refused_at_once_and_not_at_the_incident() -> None:
     model = nn.Linear(2, 2)
+    expected = r"replay: expected a function .* of no argument or of the batch alone, got .*<l"
     for wrong in (lambda x, y: None, lambda *, batch: None):
-        with pytest.raises(
-            TypeError, match=r"replay: expected a function .* of no argument or of the batch alone, got .*<l"
-        ):
+        with pytest.raises(TypeError, match=expected):
             gradstat.Monitor(model, replay=wrong)
     assert not model._forward_pre_hooks
     monitor = gradstat.Monitor(model, on_anomaly="replay", replay=lambda batch: model(batch).sum().backward())
-    model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(TypeError, match=r"which the monitor does not have; call monitor\.batch\(batch\) before"):
         monitor.step()
     assert monitor.steps == 0
@@ -821,17 +774,20 @@ def test_the_documented_replay_runs_with_the_batch_if_the_function_takes_one(tak
     assert monitor.culprit.phase == "input"
 
 
-def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone() -> None:
-    model, optimizer, monitor = made(replay=True)
+def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_was_not_skipped() -> None:
+    model, optimizer, monitor = made(replay=True, on_anomaly="skip")
     trained(model, optimizer, monitor, 3)
     x = torch.randn(32, 8)
 
     def step() -> None:
         backpropagated(optimizer, cross_entropy(model(x), torch.zeros(32, dtype=torch.long)))
 
+    with pytest.raises(RuntimeError, match="parameters have changed"):
+        monitor.replay(step)
     step()
     model.last.weight.grad[0, 0] = math.nan  # type: ignore[index]  # as a flipped bit would
     monitor.step()
+    optimizer.step()
     assert monitor.replay(step) is None
     assert "hardware" in str(monitor.diagnose())
     x[3, 3] = math.inf
@@ -841,9 +797,6 @@ def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone()
     assert monitor.replay(step).kind in ("inf", "nan")
     torch.testing.assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0, equal_nan=True)
     assert monitor.steps == 5
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="parameters have changed"):
-        monitor.replay(step)
 
 
 def test_a_replay_without_saved_state_uses_the_current_one() -> None:
@@ -865,15 +818,6 @@ def test_a_replay_without_saved_state_uses_the_current_one() -> None:
         assert monitor.replay(lambda: model(x).sum().backward()) is None
     with pytest.raises(TypeError, match="no function to run"):
         monitor.replay()
-
-
-def test_a_step_that_was_not_skipped_is_gone_although_bad_ones_are() -> None:
-    model, optimizer, monitor = made(replay=True, on_anomaly="skip")
-    trained(model, optimizer, monitor, 2)
-    with pytest.raises(RuntimeError, match="parameters have changed"):
-        monitor.replay(lambda: None)
-    trained(model, optimizer, monitor, 1, bad=2)
-    monitor.replay(lambda: None)
 
 
 def test_the_culprit_of_a_step_is_not_blamed_for_a_later_one() -> None:
@@ -927,9 +871,8 @@ def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_
         optimizer.state[parameter] |= {key: torch.full_like(parameter, 1e6) for key in keys}
     trained(model, optimizer, monitor, 3)
     tables = monitor.recording().tables
-    assert tables["gradient"].column("max_abs").max() < 1e3
-    assert tables["update"].column("l2_norm").max() < 1e3
     assert all((tables[f"optimizer {key}"].column("max_abs") == 1e6).all() for key in keys)
+    assert max(tables[kind].column("max_abs").max() for kind in ("gradient", "update")) < 1e3
     assert "scalars" not in tables
 
 
