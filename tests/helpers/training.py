@@ -289,6 +289,12 @@ def train_mlp(
     return train(seed, model, optimize or factory(torch.optim.AdamW, lr), batch or Clusters(seed, 16), **options)
 
 
+def train_scaled(seed: int, scale: float, **options: Any) -> Training:
+    """An MLP in float16 autocast, with a loss scaler that begins at ``scale``."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+    return train_mlp(seed, scaler=scaler, autocast=torch.float16, **options)
+
+
 def train_cnn(seed: int = 0, **options: Any) -> Training:
     """A CNN with batch norm on clusters of images, with SGD and momentum."""
     optimize = factory(torch.optim.SGD, 0.05, momentum=0.9, weight_decay=5e-4)
@@ -336,35 +342,15 @@ def warmup_and_cosine(total: int) -> Callable[[int], float]:
     return factor
 
 
-def warm_restarts(period: int) -> Callable[[int], float]:
-    """A cosine down to nearly zero that restarts every ``period`` steps."""
-    return lambda step: 1e-3 + 0.5 * (1 + math.cos(math.pi * (step % period) / period))
-
-
-def by_steps(step: int) -> float:
-    """A tenth from step 300 on, a hundredth from step 400 on."""
-    return 1.0 if step < 300 else 0.1 if step < 400 else 0.01
-
-
 def low_rank() -> nn.Module:
     model = mlp()
     model[0], model[2] = LowRank(model[0]), LowRank(model[2])
     return model
 
 
-def head_of_zeros() -> nn.Module:
-    model = mlp()
-    nn.init.zeros_(model[4].weight)  # type: ignore[arg-type]
-    return model
-
-
-def bias_before_batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, CLASSES))
-
-
-def tiny_embedding() -> nn.Module:
-    model = GPT(layers=1)
-    nn.init.uniform_(model.tokens.weight, -1e-4, 1e-4)
+def initialised(model: nn.Module, weight: str, size: float) -> nn.Module:
+    """``model``, with one ``weight`` that begins within ±``size``."""
+    nn.init.uniform_(model.get_parameter(weight), -size, size)
     return model
 
 
@@ -377,21 +363,11 @@ def _regression(seed: int, steps: int) -> Training:
 def _one_hot(seed: int, steps: int) -> Training:
     random = torch.Generator().manual_seed(seed)
 
-    def model() -> nn.Module:
-        made = mlp()
-        made[0] = nn.Linear(200, 32)
-        return made
-
     def batch() -> tuple[Tensor, Tensor]:
         word = torch.randint(200, (16,), generator=random)
         return F.one_hot(word, 200).float(), word % CLASSES
 
-    return train_mlp(seed, model=model, batch=batch)
-
-
-def _half_precision(seed: int, steps: int) -> Training:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100)
-    return train_mlp(seed, scaler=scaler, autocast=torch.float16)
+    return train_mlp(seed, model=lambda: nn.Sequential(nn.Linear(200, 32), *mlp()[1:]), batch=batch)
 
 
 @dataclass(frozen=True)
@@ -415,27 +391,33 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("MLP with dropout, AdamW", _of(train_mlp, model=lambda: mlp(dropout=0.2))),
     Healthy("MLP, regression to nearly no error", _regression),
     Healthy("MLP, bfloat16 autocast", _of(train_mlp, autocast=torch.bfloat16)),
-    Healthy("MLP, float16 autocast and a loss scaler", _half_precision),
+    Healthy("MLP, float16 autocast and a loss scaler", lambda seed, _: train_scaled(seed, 2.0**16)),
     Healthy("MLP, gradients of 3 micro-batches", _of(train_mlp, accumulate=3)),
     Healthy("MLP, low-rank corrections that begin at zero (LoRA)", _of(train_mlp, lr=5e-3, model=low_rank)),
     Healthy("MLP, head that begins at zero, Adagrad",
-            _of(train_mlp, model=head_of_zeros, optimize=factory(torch.optim.Adagrad, 0.05))),
+            _of(train_mlp, model=lambda: initialised(mlp(), "4.weight", 0.0),
+                optimize=factory(torch.optim.Adagrad, 0.05))),
     Healthy("MLP, loss below zero", _of(train_mlp, loss=lambda model, batch: cross_entropy(model, batch) - 5.0)),
     Healthy("MLP, batches of one sample, SGD",
             lambda seed, _: train_mlp(seed, optimize=factory(torch.optim.SGD, 0.01), batch=Clusters(seed, 16, size=1))),
     Healthy("MLP, summed loss",
             _of(train_mlp, loss=lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Healthy("MLP, one-hot inputs", _one_hot),
-    Healthy("MLP, bias before a batch norm", _of(train_mlp, lr=3e-3, model=bias_before_batch_norm)),
+    Healthy("MLP, bias before a batch norm",
+            _of(train_mlp, lr=3e-3, model=lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), *mlp()[3:]))),
     Healthy("CNN with batch norm, SGD with momentum", _of(train_cnn)),
-    Healthy("CNN, learning rate divided by 10 twice", _of(train_cnn, schedule=by_steps)),
+    Healthy("CNN, learning rate divided by 10 twice",
+            _of(train_cnn, schedule=lambda step: 1.0 if step < 300 else 0.1 if step < 400 else 0.01)),
     Healthy("GPT, warm-up and cosine",
             lambda seed, steps: train_gpt(seed, schedule=warmup_and_cosine(steps), max_norm=1.0)),
     Healthy("GPT, tied embedding, dropout", _of(train_gpt, model=lambda: GPT(layers=1, tied=True, dropout=0.1))),
     Healthy("GPT, mask buffer of -Inf", _of(train_gpt, model=lambda: GPT(layers=1, masked=True))),
-    Healthy("GPT, embedding that begins at 1e-4", _of(train_gpt, model=tiny_embedding)),
+    Healthy("GPT, embedding that begins at 1e-4",
+            _of(train_gpt, model=lambda: initialised(GPT(layers=1), "tokens.weight", 1e-4))),
     Healthy("LSTM, clipped", _of(train_recurrent)),
-    Healthy("RNN, warm restarts", _of(train_recurrent, kind=nn.RNN, schedule=warm_restarts(150))),
+    Healthy("RNN, warm restarts",  # a cosine down to nearly zero
+            _of(train_recurrent, kind=nn.RNN,
+                schedule=lambda step: 1e-3 + 0.5 * (1 + math.cos(math.pi * (step % 150) / 150)))),
     Healthy("embeddings of rare tokens", _of(train_bag)),
     Healthy("GPT, updates and activations watched", _of(train_gpt, model=lambda: GPT(layers=1)),
             {"updates": 50, "activations": 50}),

@@ -28,6 +28,7 @@ from helpers.training import (
     train_gpt,
     train_mlp,
     train_recurrent,
+    train_scaled,
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -245,11 +246,6 @@ def _in_dtype(seed: int, lr: float, dtype: torch.dtype, loss: Callable[[Tensor, 
     return made
 
 
-def _scaled(seed: int) -> Training:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=100)
-    return train_mlp(seed, scaler=scaler, autocast=torch.float16, shown=False)
-
-
 def _deep_sigmoid() -> nn.Module:
     layers = [layer for _ in range(10) for layer in (nn.Linear(16, 16), nn.Sigmoid())]
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
@@ -295,7 +291,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("float16 gradients overflow under a fixed loss scale", "MLP in float16", "nonfinite-gradient", "4.bias",
           loss(_fixed_scale), _half_model),
     Fault("float16 overflows in the forward pass, under a scaler", "MLP, autocast", "batch-range", "input[0]",
-          every_batch(lambda batch: (batch[0] * 1e6, batch[1])), _scaled, also=("nonfinite-loss",)),
+          every_batch(lambda batch: (batch[0] * 1e6, batch[1])),
+          lambda seed: train_scaled(seed, 2.0**12, shown=False), also=("nonfinite-loss",)),
     Fault("float16 gradients underflow, without a scaler", "MLP in float16", "underflow", "0.weight",
           _unbroken, lambda seed: _half_model(seed, 1e-5), _half_model, step=0, further=40),
     # Size

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import Ranks
-from helpers.training import HEALTHY, RECORD, Clusters, Healthy, Training, factory, serious, serious_findings, train_mlp
+from helpers.training import HEALTHY, Clusters, Healthy, Training, factory, serious, serious_findings, train_mlp
 from helpers.training_faults import FAULTS, Fault, inject
+from torch import Tensor, nn
 from training_programs import PROGRAMS, Program, run
 
-from gradstat.monitor import Diagnosis, Finding, Monitor, Recording
+from gradstat.monitor import Diagnosis, Finding, Recording
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
@@ -74,7 +75,7 @@ def rules_in(
             monitor = training.monitor()
             monitor.load_state_dict(state)
         each(step)
-        training.optimizer.zero_grad()
+        training.model.zero_grad()
         loss = training.loss(training.model, training.batch())
         loss.backward()
         if step < removed:
@@ -118,7 +119,7 @@ def test_a_group_that_rests_layers_that_are_frozen_and_gradients_that_are_remove
     ],
 )
 def test_a_callback_may_make_weights_smaller_but_not_far_larger(
-    change: Callable[[torch.Tensor], object], told: list[str]
+    change: Callable[[Tensor], object], told: list[str]
 ) -> None:
     training = train_mlp(0)
     write = torch.no_grad()(lambda step: step == 160 and change(training.model[2].weight))
@@ -133,37 +134,29 @@ def test_a_range_test_may_end_in_divergence(kind: type[torch.optim.Optimizer], r
     assert rules_in(training, 300, rise, resumed=resumed) == []
 
 
-def test_a_shift_shaped_for_broadcasting_is_no_weight() -> None:
-    class Shift(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = torch.nn.Parameter(1e-4 * torch.randn(1, 4, 1, 1))
-            self.out = torch.nn.Sequential(*[torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)])
+class Shift(nn.Module):
+    """Its first parameter is shaped for broadcasting, and no weight."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(x + self.shift)
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(1e-4 * torch.randn(1, 4, 1, 1))
+        self.out = nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)])
 
-    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return (model(batch[0]) - batch[0]).square().sum()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.shift)
 
+
+def test_a_shift_is_no_weight() -> None:
+    loss = lambda model, batch: (model(batch[0]) - batch[0]).square().sum()  # noqa: E731
     optimize = factory(torch.optim.Adam, 1e-7)
-    training = train_mlp(model=Shift, optimize=optimize, batch=Clusters(0, 4, 8, 8), loss=loss)
-    assert rules_in(training, 60) == []
+    assert rules_in(train_mlp(model=Shift, optimize=optimize, batch=Clusters(0, 4, 8, 8), loss=loss), 60) == []
 
 
 def test_each_parameter_may_have_an_optimizer() -> None:
     training = train_mlp(0)
-    optimizers = [torch.optim.SGD([parameter], 0.1) for parameter in training.model.parameters()]
-    monitor = Monitor(training.model, optimizers[0], on_anomaly=RECORD)
-    for _ in range(150):
-        training.model.zero_grad()
-        loss = training.loss(training.model, training.batch())
-        loss.backward()
-        monitor.step(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-    monitor.detach()
-    assert serious(monitor) == []
+    training.optimizer, *others = [torch.optim.SGD([parameter], 0.1) for parameter in training.model.parameters()]
+    training.optimizer.register_step_post_hook(lambda *_: [optimizer.step() for optimizer in others])
+    assert rules_in(training, 150) == []
 
 
 # Every injected fault is found: the right rule first, with the right name and step ---------------------------
@@ -184,15 +177,17 @@ def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureReq
 
 
 def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
-    def found(rule: str, step: int, severity: str = "error") -> Finding:
-        return Finding(rule, severity, step, "", {})  # type: ignore[arg-type]
-
-    def ranked(*findings: Finding) -> list[Finding]:
-        return list(Diagnosis.of(Recording(np.arange(9), {}, {}, findings)).findings)
-
-    batch, loss, parameter = found("nonfinite-batch", 7), found("nonfinite-loss", 7), found("nonfinite-parameter", 8)
-    info = found("no-learning", 1, "info")
-    assert ranked(info, parameter, loss, batch) == [batch, loss, parameter, info]
+    batch, loss, parameter, info = (
+        Finding(rule, severity, step, "", {})
+        for rule, severity, step in (
+            ("nonfinite-batch", "error", 7),
+            ("nonfinite-loss", "error", 7),
+            ("nonfinite-parameter", "error", 8),
+            ("no-learning", "info", 1),
+        )
+    )
+    recording = Recording(np.arange(9), {}, {}, [info, parameter, loss, batch])
+    assert [*Diagnosis.of(recording).findings] == [batch, loss, parameter, info]
 
 
 def test_the_document_lists_these_trainings_and_counts_these_faults() -> None:
