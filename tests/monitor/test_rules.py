@@ -433,6 +433,8 @@ STORIES: list[tuple[Any, ...]] = [
      constant(*[1.0] * 4, zeros=40)),
     ("ranks with one batch -> repeated-batch, error 3 batch: repeated=[(0, 1)]",
      seen("batches", report(ok=False, repeated=[(0, 1)])), seen("batches", report(ok=True))),
+    ("gradients of each rank alone -> unreduced-gradients, error 3 gradients: no gradient in the last 16 steps",
+     seen("unreduced", (3, False), first=19), seen("unreduced", (3, False), first=18)),
     ("tokens that repeat -> repeated-batch, warning 80 a.weight: zeros in the same number of rows for 20 steps",
      tokens(*[8, 16] * 40, *[24] * 21), tokens(*[8, 16] * 40, *[24] * 20), tokens(*[8, 16] * 40, *[64] * 40),
      tokens(*[8, 16] * 40, *[8] * 20)),
