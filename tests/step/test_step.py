@@ -87,18 +87,10 @@ def network(device: str = "cpu") -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
 
 
-def model_for(kind: str, device: str = "cpu") -> nn.Module:
-    return nn.Embedding(10, 4, sparse=True).to(device) if kind == "SparseAdam" else network(device)
-
-
 def loss_of(model: nn.Module, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    parameter = next(model.parameters())
-    if isinstance(model, nn.Embedding):
-        loss: Tensor = model(torch.randint(0, 10, (5,), generator=generator).to(parameter.device)).square().sum()
-    else:
-        loss = model(torch.randn(4, 6, generator=generator).to(parameter)).square().sum()
-    return loss
+    generator, is_embedding = torch.Generator().manual_seed(seed), isinstance(model, nn.Embedding)
+    data = torch.randint(0, 10, (5,), generator=generator) if is_embedding else torch.randn(4, 6, generator=generator)
+    return model(data.to(next(model.parameters()).device)).square().sum()  # type: ignore[no-any-return]
 
 
 def spoil(optimizer: Optimizer, bad: float) -> None:
@@ -159,7 +151,7 @@ def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None
     make, honors = OPTIMIZERS[kind]
     if "fused" in kind:
         skip_unless_fused(make, device)
-    model = model_for(kind, device)
+    model = nn.Embedding(10, 4, sparse=True).to(device) if kind == "SparseAdam" else network(device)
     twin = copy.deepcopy(model)
     ours, theirs = make(model.parameters()), make(twin.parameters())
     assert optimizers.honors_found_inf(ours) is honors
