@@ -294,6 +294,12 @@ class Recorder:
         return steps is not None and steps.has_rival
 
     @property
+    def in_float16(self) -> tuple[str, ...]:
+        """The parameters of another dtype whose gradients are computed in float16, as known since the first loss."""
+        facts = self._probe(ModelFacts)
+        return () if facts is None else facts.in_float16
+
+    @property
     def origin_is_unknown(self) -> bool:
         """Whether gradients are reduced over ranks without recording which rank produced NaN."""
         is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()

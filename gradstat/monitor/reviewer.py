@@ -162,6 +162,7 @@ class Reviewer:
         recorder, source, settings = self._recorder, self._source, self._settings
         run = RunSettings(
             backward_order=recorder.backward_order,
+            in_float16=recorder.in_float16,
             is_scaled=recorder.is_scaled,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,

@@ -12,6 +12,7 @@ import numpy as np
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
 from gradstat.rules.base import Band, LastingRule, carried, series
+from gradstat.rules.precision import TOO_SMALL
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
 from gradstat.rules.spikes import WINDOW, LevelRule, Shift, SpikeRule
 
@@ -266,7 +267,8 @@ class DeadGradient(_AbsentGradientRule):
                 text = f"all gradients have been zero for {self._STEPS} steps: nothing passes back from the loss, or "
                 text += "they are zeroed before they are measured"
                 _, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
-                more: dict[str, Any] = {"causes": (*self.causes, *causes), "advice": (*advice, *self.advice)}
+                first = TOO_SMALL * bool(window.run.in_float16 and not window.run.is_scaled)
+                more: dict[str, Any] = {"causes": (*first, *self.causes, *causes), "advice": (*advice, *self.advice)}
                 yield self.found(since[fresh[0]], "gradients", text, in_a_row=self._STEPS, **more)
                 continue
             # One number per user or item is a bias, though an embedding keeps it.
@@ -309,6 +311,7 @@ class MissingGradient(_AbsentGradientRule):
     causes = (
         "the parameter is not used in the forward pass",
         "its result is cut off from the loss: detach(), .data, .item(), torch.no_grad(), an argmax, a comparison",
+        "a reentrant checkpoint around it, none of whose inputs requires a gradient: pass use_reentrant=False",
     )
     advice = (
         "follow the module's output to the loss and look for what detaches it",

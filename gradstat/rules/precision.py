@@ -12,35 +12,42 @@ from gradstat.rules.base import LastingRule
 from gradstat.rules.rows import Rows, Window
 
 # The smallest normal numbers of the dtypes in which gradients underflow.
-_FLOORS = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float16, torch.bfloat16)}
+_FLOORS: dict[torch.dtype | None, float] = {
+    dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float16, torch.bfloat16)
+}
 
 # Of a gradient's elements this share is zero, and the root mean square of the others is below so many times the
 # smallest normal number, for so many steps in a row. Conventions of gradstat.
 _ZEROS, _NORMALS, _IN_A_ROW = 0.3, 8.0, 10
 
 
+TOO_SMALL = ("gradients too small for float16, without a loss scale or with one that is too small",)
+
+
 class Underflow(LastingRule):
     """Half-precision gradients that underflow to zeros and subnormals.
 
     Distinguished from meaningful zeros by size: the root mean square of the nonzero elements is a few times the
-    smallest normal number of their dtype (6.1e-5 for float16), so their neighbours must be below it. With a loss scale
-    the gradients are judged as they were computed, with the scale, and as float16 whatever their dtype.
+    smallest normal number of their dtype (6.1e-5 for float16), so their neighbours must be below it. That is the dtype
+    in which they were computed, which autocast chooses. With a loss scale the gradients are judged as they were
+    computed, with the scale, and as float16 whatever their dtype.
     """
 
     name = "underflow"
-    causes = ("gradients too small for float16, without a loss scale or with one that is too small",)
+    causes = TOO_SMALL
     advice = (
         "scale the loss: gradstat.amp.GradScaler",
         "use bfloat16, which has the range of float32, or keep this part in float32",
     )
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.tensors.infos]
-        floor, scale = np.array(floors), np.ones((1, 1))
+        half, infos = {*window.run.in_float16}, zip(rows.names, rows.tensors.infos, strict=True)
+        dtypes = [torch.float16 if name in half else None if info is None else info.dtype for name, info in infos]
+        floor, scale = np.array([_FLOORS.get(dtype, 0.0) for dtype in dtypes]), np.ones((1, 1))
         scales = window.scalars.get("loss_scale")
         if window.run.is_scaled and scales is not None:
             at = np.searchsorted(window.steps, rows.steps)
-            floor, scale = np.full(len(floors), _FLOORS[torch.float16]), np.nan_to_num(scales[at], nan=1.0)[:, None]
+            floor, scale = np.full(len(dtypes), _FLOORS[torch.float16]), np.nan_to_num(scales[at], nan=1.0)[:, None]
         if not floor.any():
             return
         left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)

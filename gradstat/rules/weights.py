@@ -172,7 +172,10 @@ _MOVES = 1e-5
 # That is this fraction of the farthest move so far, per step and learning rate, while the norm of the gradients is no
 # less than this share of what it was then.
 _STOPS, _AS_STRONG = 1e-3, 0.1
-_HARDLY = ("gradients clipped to a tiny norm, or a loss multiplied by almost 0", "a learning rate that is far too low")
+_SET_BACK = "weights that something sets back or rounds after each step: a restored copy, a grid of few values"
+_TINY = "gradients clipped to a tiny norm, or a loss multiplied by almost 0"  # not under Adam, whose steps have a size
+_HARDLY = (_SET_BACK, "a learning rate that is far too low")
+_ROUNDED = "updates below the precision of the weight: bfloat16 weights keep 8 bits"
 _LARGER = ("compare the norm that gradients are clipped to with their norm", "print the learning rate of all groups")
 
 
@@ -188,7 +191,8 @@ class UnchangedParameter(Rule):
     causes = (
         "it is not in the optimizer, which was made before the parameter was replaced, tied, moved or cast",
         "the learning rate of its group is 0",
-        "updates below the precision of the weight: bfloat16 weights keep 8 bits",
+        _ROUNDED,
+        _SET_BACK,
     )
     advice = (
         "make the optimizer after everything that replaces parameters",
@@ -234,7 +238,11 @@ class UnchangedParameter(Rule):
                 rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
                 rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
                 severity: Severity = "info" if rests else self.severity
-                yield self.found(began, fresh[0], text, "parameter", severity, parameters=fresh[:20])
+                info = rows.tensors.infos[names.index(fresh[0])]
+                causes: tuple[str, ...] = self.causes
+                if info is not None and info.dtype.itemsize <= 2:
+                    causes = (_ROUNDED, *(cause for cause in causes if cause != _ROUNDED))
+                yield self.found(began, fresh[0], text, "parameter", severity, causes, parameters=fresh[:20])
 
     def _hardly(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
         """Finds that no weight with a gradient moves by more than next to nothing."""
@@ -262,7 +270,8 @@ class UnchangedParameter(Rule):
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
             name = rows.names[int((moves == moved).argmax())]
             more = {"moved": moved, "steps": steps}
-            yield self.found(step - steps, name, text, "parameter", None, _HARDLY, _LARGER, **more)
+            causes = _HARDLY if window.run.second_moment_decay else (_TINY, *_HARDLY[::-1])
+            yield self.found(step - steps, name, text, "parameter", None, causes, _LARGER, **more)
         if rate > 0 and not moved < usual:
             self._usual, self._strength = moved / steps / rate, strength
 

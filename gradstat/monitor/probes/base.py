@@ -21,8 +21,8 @@ from gradstat.rules.rows import Observation
 Part: TypeAlias = tuple[Segment, list[Tensor]]
 """Tensors of one kind, to be measured together with the gradients."""
 
-Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int]]
-"""Parameters, each with its version."""
+Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int, torch.dtype | None]]
+"""Parameters, each with its version and the dtype in which its gradient is computed, None if not known."""
 
 
 class Run(NamedTuple):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd as _Dropout
 
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_distributed, is_uninitialized
-from gradstat.monitor.probes.base import Pending, Probe, Run
+from gradstat.monitor.probes.base import Leaves, Pending, Probe, Run
 from gradstat.monitor.probes.optimizer import ids_of_all
 
 # When parameters in the graph of the first loss have got updates, if anybody trains them.
@@ -21,6 +22,9 @@ _MOST_NODES = 100_000
 class ModelFacts(Probe):
     """Observes once which parameters nobody trains, and whenever parameters are measured which modules drop nearly all.
 
+    Attributes:
+        in_float16: The names of parameters of another dtype whose gradients are computed in float16, by autocast.
+
     The first are in the graph of the first loss or the first outputs, have got gradients and no update since, and are
     neither watched nor in a watched optimizer. One that is not watched may train them, as for the discriminator of a
     GAN, but then they have changed.
@@ -31,16 +35,21 @@ class ModelFacts(Probe):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.period = run.settings.periods["parameters"]
+        self.in_float16: tuple[str, ...] = ()
 
     def take(self, step: Pending, named: NamedParameters) -> None:
         if step.step:
             step.observe("dropped", dropped_by(self.run.model))
+        if self.run.leaves.get("loss"):
+            half = {id(leaf()) for leaf, _, dtype in self.run.leaves["loss"] if dtype is torch.float16}
+            pairs = zip(named.names(), named.parameters, strict=True)
+            self.in_float16 = tuple(name for name, p in pairs if id(p) in half and p.dtype is not torch.float16)
         if step.step == _LOOK:
             leaves = [leaf for graph in self.run.leaves.values() for leaf in graph]
             self.run.leaves.update(loss=[], outputs=[])  # looks at no other graph
             if named.engine is None and not is_distributed(named.parameters):
                 watched = ids_of_all().union(map(id, named.parameters))
-                alive = {id(leaf): (leaf, version) for found, version in leaves if (leaf := found()) is not None}
+                alive = {id(leaf): (leaf, version) for found, version, _ in leaves if (leaf := found()) is not None}
                 shapes = [
                     leaf.shape
                     for key, (leaf, version) in alive.items()
@@ -59,18 +68,21 @@ def dropped_by(model: nn.Module) -> list[str]:
     return [name for name, share in shares if isinstance(share, float) and 0.9 < share <= 1]
 
 
-def leaves_of(computed: Tensor) -> list[tuple[weakref.ref[Tensor], int]]:
-    """The parameters that ``computed`` depends on, each with its version; walks the graph. Not FSDP's own kinds."""
+def leaves_of(computed: Tensor) -> Leaves:
+    """The parameters that ``computed`` depends on; walks the graph. Not FSDP's own kinds."""
     waiting, seen = [computed.grad_fn], {computed.grad_fn}
-    found: list[tuple[weakref.ref[Tensor], int]] = []
+    found: Leaves = []
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if type(leaf) is nn.Parameter and not leaf.is_inference():
-            found.append((weakref.ref(leaf), leaf._version))
-        for behind, _ in () if node is None else node.next_functions:
+        assert node is not None
+        for behind, _ in node.next_functions:
             if behind is not None and behind not in seen:
                 seen.add(behind)
+                leaf = getattr(behind, "variable", None)
+                if type(leaf) is nn.Parameter and not leaf.is_inference():
+                    # The backward function before the leaf gets gradients of the dtype in which it was computed.
+                    metadata = node._input_metadata
+                    found.append((weakref.ref(leaf), leaf._version, metadata[0].dtype if metadata else None))
                 waiting.append(behind)
     return found
 
