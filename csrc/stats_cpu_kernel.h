@@ -129,6 +129,22 @@ GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
 GRADSTAT_INLINE VFloat fma(VFloat a, VFloat b, VFloat c) { return a * b + c; }
 GRADSTAT_INLINE VDouble fma(VDouble a, VDouble b, VDouble c) { return a * b + c; }
 GRADSTAT_INLINE VLong swap_pairs(VLong x) { return VLong{x[1], x[0]}; }
+#if defined(__aarch64__)
+GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return vminq_f32(a, b); }
+GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return vmaxq_f32(a, b); }
+GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return vminq_f64(a, b); }
+GRADSTAT_INLINE VDouble vmax(VDouble a, VDouble b) { return vmaxq_f64(a, b); }
+GRADSTAT_INLINE VShort vmax(VShort a, VShort b) { return vmaxq_s16(a, b); }
+GRADSTAT_INLINE VShort vmax_unsigned(VShort a, VShort b) {
+  return bitcast<VShort>(vmaxq_u16(bitcast<uint16x8_t>(a), bitcast<uint16x8_t>(b)));
+}
+GRADSTAT_INLINE VFloat widen_half(VHalfShort h) { return vcvt_f32_f16(bitcast<float16x4_t>(h)); }
+GRADSTAT_INLINE VHalfShort narrow_half(VFloat x) { return bitcast<VHalfShort>(vcvt_f16_f32(x)); }
+GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
+  a = vcvt_f64_f32(vget_low_f32(x));
+  b = vcvt_high_f64_f32(x);
+}
+#else
 GRADSTAT_INLINE VFloat vmin(VFloat a, VFloat b) { return a < b ? a : b; }
 GRADSTAT_INLINE VFloat vmax(VFloat a, VFloat b) { return a > b ? a : b; }
 GRADSTAT_INLINE VDouble vmin(VDouble a, VDouble b) { return a < b ? a : b; }
@@ -158,6 +174,7 @@ GRADSTAT_INLINE void widen(VFloat x, VDouble& a, VDouble& b) {
   a = __builtin_convertvector(half[0], VDouble);
   b = __builtin_convertvector(half[1], VDouble);
 }
+#endif
 #endif
 
 // Swaps the two 32-bit halves of each 64-bit lane.

@@ -9,9 +9,7 @@ from gradstat._core.backends import BackendStatus, backends
 from gradstat._core.native import BackendUnavailableError, StaleExtensionError
 from gradstat._fields import NAMES as FIELDS
 from gradstat._version import __version__
-from gradstat.adaptive.norm_clips import AutoClip, FixedClip, ZClip
-from gradstat.adaptive.summary import ClipSummary
-from gradstat.adaptive.tensor_clips import AGC, AdaGC
+from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
 from gradstat.check import PendingReport, check, check_async, check_tensors, stats
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.counters import StepCounters, StepCounts, step_counters

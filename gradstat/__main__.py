@@ -16,7 +16,7 @@ from typing import Any, TextIO, cast
 import torch
 
 import gradstat
-from gradstat._core.commands import Parser, UsageError
+from gradstat._core.importing import Parser, UsageError
 from gradstat._core.text import printable, wrapped
 
 # The commands besides info: module, function, description. The module parses the command's options.

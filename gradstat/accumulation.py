@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import named_parameters_of
-from gradstat._core.text import count_of, lines_of
+from gradstat._core.text import count_of, lines_of, listed
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report, nonfinite_line
 from gradstat.tensor_stats import Judged
 
 NAMED_IN_ERROR = 5
 NAMED_IN_TEXT = 20
+_NAMED_IN_CAUSE = 3
 
 
 @final
@@ -35,8 +37,8 @@ class MicroBatches:
             optimizer.step()
             optimizer.zero_grad()
 
-    Between boundaries it keeps one row of numbers per parameter and micro-batch, but no gradients. It is not
-    thread-safe.
+    Between boundaries it keeps one row of numbers per parameter and micro-batch, but no gradients. It can be used as a
+    context manager, which discards checks without a requested result at the end of the block. It is not thread-safe.
 
     Args:
         target: As for `check`. Parameters and modules may change between checks; they are matched by name.
@@ -48,6 +50,9 @@ class MicroBatches:
         self._backend = backend
         self._pending: list[PendingReport] = []
         named_parameters_of(self._target)  # rejects a wrong target here rather than after the first backward
+
+    def __repr__(self) -> str:
+        return f"MicroBatches({len(self._pending)} checked since the last result)"
 
     def check(self) -> None:
         """Launches a check after a micro-batch's ``backward()``, with the errors of `check_async`."""
@@ -67,6 +72,12 @@ class MicroBatches:
     def reset(self) -> None:
         """Discards all checks since the last boundary, for a step that is abandoned."""
         self._pending = []
+
+    def __enter__(self) -> MicroBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reset()
 
 
 def place_in_step(micro_batch: int, count: int) -> str:
@@ -105,6 +116,19 @@ class AccumulationReport(Judged):
             for stats in report.nonfinite:
                 first.setdefault(stats.name, number)
         return first
+
+    def cause(self, losses: Sequence[float]) -> str:
+        """The first micro-batch whose gradients or loss were not finite, in words; ``losses`` as far as known."""
+        lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        first = min(self.nonfinite_since.values(), default=lost[0] if lost else None)
+        if first is None:
+            return f"none of the {self.micro_batches} micro-batches had NaN or Inf by itself"
+        words = [f"{place_in_step(first, self.micro_batches)} was the first with NaN or Inf"]
+        if names := [name for name, number in self.nonfinite_since.items() if number == first]:
+            words.append(f"gradients not finite from then on: {listed(names, _NAMED_IN_CAUSE)}")
+        if first < len(losses):
+            words.append(f"its loss was {losses[first]:g}")
+        return "; ".join(words)
 
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, naming micro-batches and parameters, unless `ok`.

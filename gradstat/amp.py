@@ -28,10 +28,6 @@ from gradstat.counters import StepCounters
 
 __all__ = ["GradScaler", "ScalerStatus"]
 
-# Skips in a row from which a scale collapses; finding a first scale needs a few. And the scale above which it runs
-# away: float16 overflows at 2**16, so that no gradient of a growth interval exceeded 2**-16.
-_COLLAPSE_AFTER, _RUNAWAY_ABOVE = 5, 2.0**32
-
 
 @dataclass(frozen=True, slots=True)
 class ScalerStatus:
@@ -40,7 +36,7 @@ class ScalerStatus:
     Attributes:
         scale: The loss scale.
         steps, skipped, consecutive_skipped: Updates so far, counted as `StepCounts` counts steps.
-        trend: ``"ok"``, ``"collapsing"`` (five skips in a row) or ``"running away"`` (above 2**32).
+        trend: ``"ok"``, ``"collapsing"`` or ``"running away"``.
     """
 
     scale: float
@@ -79,9 +75,15 @@ class GradScaler(TorchGradScaler):
       instead of causing a wrong step.
 
     Attributes:
+        collapse_after: Consecutive skips from which `status` says ``"collapsing"``. Finding a first scale needs a few.
+        runaway_above: Scale above which `status` says ``"running away"``. float16 overflows at 2**16. A scale of 2**32
+            means that no gradient of a growth interval exceeded 2**-16, so probably nothing is computed in float16.
         extra_groups: As for `gradstat.check`. All ranks of these process groups then skip if one of them overflows.
             The optimizer of every rank must have a gradient.
     """
+
+    collapse_after = 5
+    runaway_above = 2.0**32
 
     extra_groups: ExtraGroups | None = None
 
@@ -218,7 +220,8 @@ class GradScaler(TorchGradScaler):
             return torch.cat([of_device.to(counts).reshape(1), counts])
 
         scale, steps, skipped, in_a_row = counters.newest(wait, numbers).tolist()
-        trend = "collapsing" if in_a_row >= _COLLAPSE_AFTER else "running away" if scale > _RUNAWAY_ABOVE else "ok"
+        is_rising = scale > self.runaway_above
+        trend = "collapsing" if in_a_row >= self.collapse_after else "running away" if is_rising else "ok"
         return ScalerStatus(scale, int(steps), int(skipped), int(in_a_row), trend)
 
     def _unscale_grads_(
@@ -240,9 +243,7 @@ class GradScaler(TorchGradScaler):
             refuse_float16(gradients.tensors, labels.of)
         loss_scale.refuse_shared_gradients(self, optimizer, named)
         unscaled = Unscaled.of_(gradients.tensors, labels, inv_scale, named, self.extra_groups)
-        # Until `update`: what was measured, and which parameters had a gradient (None: all).
-        state = loss_scale.state_of(self, optimizer)
-        state["optimizer"], state["positions"], state["unscaled"] = optimizer, gradients.positions, unscaled
+        loss_scale.record_unscaling(self, optimizer, gradients.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()
 

@@ -14,7 +14,7 @@ from gradstat._core import announce, norms
 from gradstat._core.measure import Spread, is_fused, measure_norm
 from gradstat._core.multiply import clip_, scale_
 from gradstat._core.native import operators
-from gradstat._core.parameters import as_list, gradients_to_clip
+from gradstat._core.parameters import as_list, gradients_to_clip, require_foreach
 from gradstat._core.tensors import ExtraGroups, is_distributed, name_by_position, to_device
 from gradstat._core.text import as_number
 
@@ -47,7 +47,7 @@ def clip_grad_norm_(
         norm_type: Order p of the norm: the p-norm of the p-norms of the gradients. Any real number or
             ``"inf"``. Orders other than 2 and infinity cost torch's own passes over the gradients.
         error_if_nonfinite: Raise if the norm is NaN or Inf, before anything is changed. Costs a host sync.
-        foreach: Accepted for compatibility with torch, without an effect.
+        foreach: Accepted for compatibility with torch; True raises where torch has no foreach kernels.
         backend, extra_groups: As for `check`.
 
     Returns:
@@ -62,7 +62,7 @@ def clip_grad_norm_(
             cannot be scaled in place; or gradients are distributed, and another rank has different gradients.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` is neither 2 nor infinity.
     """
-    listed, collected = gradients_to_clip(parameters)
+    listed, collected = gradients_to_clip(parameters, foreach)
     gradients, name_of = collected.tensors, collected.name_of
     max_norm, norm_type = _limit(max_norm), as_number("norm_type", norm_type)
     if not gradients and extra_groups is None and not is_distributed(listed):
@@ -110,6 +110,8 @@ def get_total_norm(
     norm_type = as_number("norm_type", norm_type)
     if not listed and extra_groups is None:
         return torch.tensor(0.0, device="cpu")
+    if foreach:
+        require_foreach(listed)
     if torch.compiler.is_compiling():
         is_plain = not error_if_nonfinite and backend is None and extra_groups is None
         require_in_compiled("get_total_norm", is_plain and is_fused(listed, norm_type))
@@ -144,7 +146,7 @@ def clip_grads_with_norm_(
     Raises:
         ValueError: ``total_norm`` is not a single real number. Other errors are as for `clip_grad_norm_`.
     """
-    listed, collected = gradients_to_clip(parameters)
+    listed, collected = gradients_to_clip(parameters, foreach)
     gradients, name_of = collected.tensors, collected.name_of
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if not gradients or max_norm == math.inf:

@@ -309,7 +309,7 @@ def _over_ranks(guard: SpikeGuard, loss: Tensor) -> Tensor:
     if dist.get_world_size(group) == 1:
         return loss
     mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
-    return collectives.reduce_(mean, dist.ReduceOp.SUM, group, "guarded_step with a guard")
+    return collectives.reduce_(mean, dist.ReduceOp.SUM, [group], "guarded_step with a guard")
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:

@@ -29,14 +29,25 @@ MAX_CHUNKS = 8192
 """Maximum number of chunks per tensor. Larger tensors get larger chunks, doubled as often as needed, since one program
 merges all groups."""
 
-# The int64 columns of an entry, as the kernels read it.
+# The int64 columns of an entry, as the kernels read it. ``values`` counts reals, two per complex element.
 ADDRESS, VALUES, KIND, SHIFT, FIRST_CHUNK, CHUNKS = map(tl.constexpr, range(6))
 ENTRY_WIDTH = tl.constexpr(6)
 
-# The element types that have kernels, numbered as DType in csrc/stat.h.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = map(tl.constexpr, range(4))
-_BYTES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
+# Real element types, numbered as DType in csrc/stat.h.
+_REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_REAL += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, _ = map(tl.constexpr, range(8))
+
+# Added to the number of a real type for complex elements, which are pairs of that type.
+PAIR = tl.constexpr(16)
+
+KINDS: dict[torch.dtype, int] = {dtype: kind for kind, dtype in enumerate(_REAL)} | {
+    dtype: _REAL.index(dtype.to_real()) + PAIR.value for dtype in (torch.complex64, torch.complex128, torch.complex32)
+}
+
+DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+
+_REAL_BYTES = np.array([dtype.itemsize for dtype in _REAL], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +82,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def entries_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Address, number of elements and kind of each tensor, three int64. ``gradstat._C`` describes a list far faster."""
-    described = [(tensor.data_ptr(), tensor.numel(), DTYPES.index(tensor.dtype)) for tensor in tensors]
-    return np.array(described, dtype=np.int64).tobytes()
-
-
-def have_kernels(entries: bytes) -> bool:
-    """Whether all tensors, as in `entries_of` or described by ``gradstat._C``, are of `DTYPES`."""
-    return bool((np.frombuffer(entries, np.int64)[2::3] < len(DTYPES)).all())
+    """Address, number of reals and kind of each tensor, three int64. ``gradstat._C`` describes a list far faster."""
+    kinds = [KINDS[tensor.dtype] for tensor in tensors]
+    values = [tensor.numel() << (kind >= PAIR.value) for tensor, kind in zip(tensors, kinds, strict=True)]
+    return np.array([list(map(torch.Tensor.data_ptr, tensors)), values, kinds], dtype=np.int64).T.tobytes()
 
 
 def table_of(entries: bytes, device: torch.device) -> Table:
@@ -93,8 +100,9 @@ def table_of(entries: bytes, device: torch.device) -> Table:
 @functools.lru_cache(maxsize=16)
 def _table_of(entries_of_all: bytes, device: torch.device, _: int) -> Table:
     address, values, kind = np.frombuffer(entries_of_all, np.int64).reshape(-1, 3).T
-    item_bytes = _BYTES[kind]
-    misaligned = (values > 0) & (address % item_bytes != 0)
+    is_pair = kind >= PAIR.value
+    real_bytes = _REAL_BYTES[kind % PAIR.value]
+    misaligned = (values > 0) & (address % np.where(is_pair, 2 * real_bytes, real_bytes) != 0)
     if misaligned.any():
         which = int(np.flatnonzero(misaligned)[0])
         raise ValueError(
@@ -102,7 +110,7 @@ def _table_of(entries_of_all: bytes, device: torch.device, _: int) -> Table:
             "multiple of its element size; clone it first"
         )
 
-    vectors = -(-(address % VECTOR_BYTES + values * item_bytes) // VECTOR_BYTES)
+    vectors = -(-(address % VECTOR_BYTES + values * real_bytes) // VECTOR_BYTES)
     vectors[values == 0] = 0
     shift = np.zeros_like(vectors)
     while True:

@@ -96,14 +96,15 @@ def scale_kernel(table, multipliers, tensors, chunks, stride):
         entry = table + _tensor_of(table, tensors, program) * ENTRY_WIDTH
         address = tl.load(entry + ADDRESS)
         values = tl.load(entry + VALUES)
-        kind = tl.load(entry + KIND)
+        # The parts of complex elements are scaled like reals.
+        real = tl.load(entry + KIND) % _table.PAIR
         chunk_vectors = CHUNK_VECTORS << tl.load(entry + SHIFT)
         chunk = program - tl.load(entry + FIRST_CHUNK)
-        if kind == _table.BFLOAT16:
+        if real == _table.BFLOAT16:
             _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.bfloat16)
-        elif kind == _table.FLOAT32:
+        elif real == _table.FLOAT32:
             _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.float32)
-        elif kind == _table.FLOAT16:
+        elif real == _table.FLOAT16:
             _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.float16)
         else:
             _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.float64)
@@ -116,6 +117,11 @@ _launch_scale = Launcher(scale_kernel, WARPS)
 def _passes(entries: bytes) -> list[bytes]:
     """The entries, split so that no address occurs twice in a pass, with empty tensors in place of those of others."""
     listed = np.frombuffer(entries, np.int64).reshape(-1, 3)
+    kinds = set(listed[:, 2].tolist())
+    unsupported = [str(_table.DTYPES[kind]) for kind in kinds if _table.FLOAT8_E4M3FN.value <= kind < _table.PAIR.value]
+    if unsupported:
+        names = ", ".join(sorted(unsupported))
+        raise NotImplementedError(f"the Triton kernels cannot scale {names}; convert to a wider type first")
     passes: list[bytes] = []  # two programs must not write the same element
     left = listed[:, 1].copy()
     while left.any() or not passes:
@@ -131,7 +137,8 @@ def _passes(entries: bytes) -> list[bytes]:
 def scale_(tensors: list[torch.Tensor], multipliers: torch.Tensor, entries: bytes | None = None) -> None:
     """As `gradstat._core.reference.scale_`. A tensor listed k times is scaled k times, in k launches.
 
-    Tensors that share memory must be identical. ``entries`` may be given if they are known.
+    Tensors that share memory must be identical. Raises NotImplementedError for 8-bit floats, before any is changed.
+    ``entries`` may be given if they are known.
     """
     assert tensors, "expected at least one tensor"
     assert multipliers.dtype == torch.float64

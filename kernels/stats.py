@@ -2,8 +2,8 @@
 
 Each program reads one chunk of one tensor (see _table.py). The fast path reads 16-byte vectors, in tiles, by the
 method of csrc/stats_cpu_kernel.h: a vector is summed in float32 and promoted to float64 once. A tile whose sum of
-squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly. Incomplete steps and the ends of a tensor are only read
-exactly.
+squares leaves [SAFE_LOW, SAFE_HIGH] is read again exactly. Incomplete steps, the ends of a tensor, and float8 are only
+read exactly.
 
 Chunks of a tensor form groups. The program that finishes a group last merges the rows of its chunks, and the one that
 finishes the last group merges the rows of the groups. The merge order does not depend on which programs these are.
@@ -71,9 +71,30 @@ NO_INDEX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _widen(x):
+def _decode_float8(x, kind):
+    """Converts float8 codes to float32: float8_to_float of csrc/stat.h."""
+    four_three = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E4M3FNUZ)
+    ordinary = (kind == _table.FLOAT8_E4M3FN) | (kind == _table.FLOAT8_E5M2)
+    # 2**(127 - bias), with the biases 7, 15, 8 and 16: rebiases the exponent, and normalizes subnormals.
+    scale = tl.where(four_three, 2.0**120, 2.0**112) * tl.where(ordinary, 1.0, 0.5)
+    # Codes that are not finite: 0x80 alone in the fnuz types, otherwise the largest magnitudes.
+    highest = tl.where(ordinary, tl.where(four_three, 0x7E, 0x7B), 0x7F)
+    nan_code = tl.where(ordinary, 0x100, 0x80)
+    inf_magnitude = tl.where(kind == _table.FLOAT8_E5M2, 0x7C, 0x100)
+    bits = x.to(tl.int32)
+    magnitude = bits & 0x7F
+    value = (magnitude << tl.where(four_three, 20, 21)).to(tl.float32, bitcast=True) * scale
+    special = tl.where(magnitude == inf_magnitude, INF, float("nan"))
+    value = tl.where((magnitude > highest) | (bits == nan_code), special, value)
+    return tl.where(bits >= 0x80, -value, value)
+
+
+@triton.jit
+def _widen(x, kind):
     """Converts elements to float32, or leaves them float64."""
-    if x.dtype == tl.bfloat16:
+    if x.dtype == tl.uint8:
+        wide = _decode_float8(x, kind)
+    elif x.dtype == tl.bfloat16:
         # On the bits: the conversion in Triton's interpreter loses subnormals.
         wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.float64:
@@ -143,7 +164,7 @@ def _add_step(even, odd, sums):
 
 
 @triton.jit
-def _read_tile(pointer, steps, VECTOR: tl.constexpr, REAL: tl.constexpr):
+def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: tl.constexpr):
     """Sums and zero counts, per lane, of `steps` whole steps."""
     sums = _empty_sums(REAL)
     zeros = tl.zeros((LANES,), tl.int32)
@@ -151,9 +172,12 @@ def _read_tile(pointer, steps, VECTOR: tl.constexpr, REAL: tl.constexpr):
     # One vector per row, in the layout in which adjacent threads load adjacent vectors.
     offsets = tl.arange(0, UNROLL * LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for step in range(steps):
-        even, odd = _split_even_odd(_widen(tl.load(pointer + step * STEP + offsets)))
+        even, odd = _split_even_odd(_widen(tl.load(pointer + step * STEP + offsets), 0))
         sums = _add_step(even, odd, sums)
-        counts = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
+        if PAIR:
+            counts = ((even == 0) & (odd == 0)).to(tl.int32)
+        else:
+            counts = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
         zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (UNROLL, LANES)), axis=0)
     return sums, zeros
 
@@ -183,15 +207,19 @@ def _lift_finite(x, good, sums, scaled_sums):
 
 
 @triton.jit
-def _read_exact(base, begin, end, offset, rare, sums, zeros, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
+def _read_exact(
+    base, begin, end, offset, kind, rare, sums, zeros, VECTOR: tl.constexpr, PAIR: tl.constexpr, WHOLE: tl.constexpr
+):
     """The exact path: adds values [begin, end) from the aligned address `base` to rare, sums and zeros.
 
     Each lane takes VECTOR values at a time. WHOLE promises that begin is 0 and end a multiple of VECTOR, which keeps
     16-byte loads. offset is the index of the element at `base`, negative if that is before the tensor.
     """
     nans, infs, sq_sum_large, sq_sum_small, first = rare
+    WIDTH: tl.constexpr = 2 if PAIR else 1
     lane = tl.arange(0, LANES)[:, None]
     value = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
+    element = lane * (VECTOR // WIDTH) + tl.arange(0, VECTOR // WIDTH)[None, :]
     lane_nans = tl.zeros((LANES,), tl.int32)
     lane_infs = tl.zeros((LANES,), tl.int32)
     lane_first = tl.full((LANES,), NO_INDEX, tl.int32)
@@ -199,20 +227,34 @@ def _read_exact(base, begin, end, offset, rare, sums, zeros, VECTOR: tl.constexp
     for start in range(0, end, LANES * VECTOR):
         if WHOLE:
             # Per lane, so that the compiler sees that vectors are loaded as a whole.
-            valid = (start + lane * VECTOR < end) & (value >= 0)
+            is_inside = start + lane * VECTOR < end
+            mask = is_inside & (value >= 0)
+            valid = is_inside & (element >= 0)
         else:
-            valid = (start + value >= begin) & (start + value < end)
-        x = _widen(tl.load(base + (start + value), mask=valid, other=0))
-        is_nan = x != x
-        is_nonfinite = is_nan | (tl.abs(x) == INF)
+            mask = (start + value >= begin) & (start + value < end)
+            valid = (start + element * WIDTH >= begin) & (start + element * WIDTH < end)
+        x = _widen(tl.load(base + (start + value), mask=mask, other=0), kind)
+        if PAIR:
+            real, imaginary = tl.split(tl.reshape(x, (LANES, VECTOR // WIDTH, 2)))
+            is_nan = (real != real) | (imaginary != imaginary)
+            is_nonfinite = is_nan | (tl.abs(real) == INF) | (tl.abs(imaginary) == INF)
+            is_zero = (real == 0) & (imaginary == 0)
+        else:
+            is_nan = x != x
+            is_nonfinite = is_nan | (tl.abs(x) == INF)
+            is_zero = x == 0
         # Masked elements were loaded as 0, which is finite but must not be counted as a zero.
         good = valid & (is_nonfinite == 0)
         lane_nans += tl.sum(is_nan.to(tl.int32), axis=1)
         lane_infs += tl.sum((is_nonfinite & (is_nan == 0)).to(tl.int32), axis=1)
-        index = tl.where(is_nonfinite, start + value, NO_INDEX)
+        index = tl.where(is_nonfinite, start // WIDTH + element, NO_INDEX)
         lane_first = tl.minimum(lane_first, tl.min(index, axis=1))
-        zeros += tl.sum(((x == 0) & valid).to(tl.int32), axis=1)
-        sums, scaled_sums = _lift_finite(x, good, sums, scaled_sums)
+        zeros += tl.sum((is_zero & valid).to(tl.int32), axis=1)
+        if PAIR:
+            sums, scaled_sums = _lift_finite(real, good, sums, scaled_sums)
+            sums, scaled_sums = _lift_finite(imaginary, good, sums, scaled_sums)
+        else:
+            sums, scaled_sums = _lift_finite(x, good, sums, scaled_sums)
     nans += tl.sum(lane_nans)
     infs += tl.sum(lane_infs)
     if sums[SUMMED].dtype == tl.float64:
@@ -224,9 +266,12 @@ def _read_exact(base, begin, end, offset, rare, sums, zeros, VECTOR: tl.constexp
 
 
 @triton.jit
-def _read_edges(aligned, begin, end, chunk, chunk_vectors, rare, sums, zeros, ELEMENT: tl.constexpr):
+def _read_edges(
+    aligned, begin, end, chunk, chunk_vectors, kind, rare, sums, zeros, ELEMENT: tl.constexpr, PAIR: tl.constexpr
+):
     """Adds the partial vectors: in the first chunk before the first whole vector, in the last after the last one."""
     VECTOR: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
+    WIDTH: tl.constexpr = 2 if PAIR else 1
     tail = end // VECTOR
     is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
     for edge in range(2):
@@ -239,9 +284,11 @@ def _read_edges(aligned, begin, end, chunk, chunk_vectors, rare, sums, zeros, EL
             pointer = tl.multiple_of((aligned + at * 16).to(tl.pointer_type(ELEMENT)), 16)
             edge_begin = tl.where(is_tail, 0, begin).to(tl.int32)
             edge_end = tl.minimum(end - at * VECTOR, VECTOR).to(tl.int32)
+            # An exact division, also for positions before the tensor: pairs are aligned and never straddle a vector.
+            first_index = (at * VECTOR - begin) // WIDTH
             # Less than a vector: one element per lane.
             rare, sums, zeros = _read_exact(
-                pointer, edge_begin, edge_end, at * VECTOR - begin, rare, sums, zeros, 1, False
+                pointer, edge_begin, edge_end, first_index, kind, rare, sums, zeros, WIDTH, PAIR, False
             )
     return rare, sums, zeros
 
@@ -262,15 +309,22 @@ def _store_row(row, row_stride, rare, sums, zeros):
 
 
 @triton.jit
-def _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, ELEMENT: tl.constexpr):
+def _read_chunk(
+    address, values, chunk, chunk_vectors, row, row_stride, kind, ELEMENT: tl.constexpr, PAIR: tl.constexpr
+):
     """Reads one chunk of one tensor and stores its row.
 
     Positions, in values or vectors, count from the address rounded down to a vector.
     """
     BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
+    WIDTH: tl.constexpr = 2 if PAIR else 1
     REAL: tl.constexpr = tl.float64 if tl.float64 == ELEMENT else tl.float32
+    # With sixteen bytes per lane, each converted to float64, too many registers would be needed.
+    EXACT: tl.constexpr = 8 if VECTOR == 16 else VECTOR
     STEP_VECTORS: tl.constexpr = UNROLL * LANES
+    # Gradients are hardly ever float8, so it has no fast path.
+    MOST_STEPS: tl.constexpr = 0 if tl.uint8 == ELEMENT else STEPS_PER_TILE
     begin = address % 16 // BYTES
     end = begin + values
     aligned = address - address % 16
@@ -286,31 +340,33 @@ def _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, ELEMENT:
     zeros = tl.zeros((LANES,), tl.int32)
 
     while vector < last_vector:
-        # A tile has at most STEPS_PER_TILE steps. What remains of the chunk after the last step is read exactly.
+        # A tile has at most MOST_STEPS steps. What remains of the chunk after the last step is read exactly.
         pointer = tl.multiple_of((aligned + vector * 16).to(tl.pointer_type(ELEMENT)), 16)
-        steps = tl.minimum((last_vector - vector) // STEP_VECTORS, STEPS_PER_TILE).to(tl.int32)
+        steps = tl.minimum((last_vector - vector) // STEP_VECTORS, MOST_STEPS).to(tl.int32)
         vectors = (steps * STEP_VECTORS).to(tl.int64)
         if steps == 0:
             vectors = last_vector - vector
         is_trusted = steps > 0
-        tile_sums, tile_zeros = _read_tile(pointer, steps, VECTOR, REAL)
-        if is_trusted:
-            squares = tl.sum(tile_sums[SQUARES])
-            if tl.float64 == REAL:
-                is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
-            else:
-                is_trusted = (squares >= SAFE_LOW) & (squares <= SAFE_HIGH)
-            if squares == 0:
-                is_trusted = tl.sum(tile_zeros) == vectors * VECTOR
-        if is_trusted:
-            sums = _merge_sums(sums, tile_sums)
-            zeros += tile_zeros
+        if tl.uint8 != ELEMENT:
+            tile_sums, tile_zeros = _read_tile(pointer, steps, VECTOR, PAIR, REAL)
+            if is_trusted:
+                squares = tl.sum(tile_sums[SQUARES])
+                if tl.float64 == REAL:
+                    is_trusted = (squares >= SAFE_LOW_DOUBLE) & (squares <= SAFE_HIGH_DOUBLE)
+                else:
+                    is_trusted = (squares >= SAFE_LOW) & (squares <= SAFE_HIGH)
+                if squares == 0:
+                    is_trusted = tl.sum(tile_zeros) * WIDTH == vectors * VECTOR
+            if is_trusted:
+                sums = _merge_sums(sums, tile_sums)
+                zeros += tile_zeros
         if not is_trusted:
+            first_index = (vector * VECTOR - begin) // WIDTH
             count = vectors.to(tl.int32) * VECTOR
-            rare, sums, zeros = _read_exact(pointer, 0, count, vector * VECTOR - begin, rare, sums, zeros, VECTOR, True)
+            rare, sums, zeros = _read_exact(pointer, 0, count, first_index, kind, rare, sums, zeros, EXACT, PAIR, True)
         vector += vectors
 
-    rare, sums, zeros = _read_edges(aligned, begin, end, chunk, chunk_vectors, rare, sums, zeros, ELEMENT)
+    rare, sums, zeros = _read_edges(aligned, begin, end, chunk, chunk_vectors, kind, rare, sums, zeros, ELEMENT, PAIR)
     _store_row(row, row_stride, rare, sums, zeros)
 
 
@@ -336,15 +392,23 @@ def _merge_rows(rows, column_stride, row_stride, count, out, out_stride):
 
 @triton.jit
 def _read_chunk_of_kind(address, values, chunk, chunk_vectors, row, row_stride, kind):
-    """Compiles a loop for each type of elements."""
+    """Compiles a loop for each type of elements; float8, decoded as its kind says, has one for all."""
     if kind == _table.BFLOAT16:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, tl.bfloat16)
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.bfloat16, False)
     elif kind == _table.FLOAT32:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, tl.float32)
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, False)
     elif kind == _table.FLOAT16:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, tl.float16)
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, False)
+    elif kind == _table.FLOAT64:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, False)
+    elif kind == _table.FLOAT32 + _table.PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float32, True)
+    elif kind == _table.FLOAT16 + _table.PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float16, True)
+    elif kind == _table.FLOAT64 + _table.PAIR:
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.float64, True)
     else:
-        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, tl.float64)
+        _read_chunk(address, values, chunk, chunk_vectors, row, row_stride, kind, tl.uint8, False)
 
 
 @triton.jit

@@ -147,7 +147,7 @@ class Reducer:
 
     def _difference(self, listed: ListDescription) -> str:
         """The first difference between the ranks' lists. All ranks of the group call this together; waits."""
-        by_rank = gather_by_rank(tuple(listed.lines()), self._group, "gradstat")
+        by_rank = gather_by_rank(tuple(listed.lines()), [self._group], "gradstat")
         usual = Counter(by_rank.values()).most_common(1)[0][0]
         like = next(rank for rank, lines in by_rank.items() if lines == usual)
         apart = [rank for rank, lines in by_rank.items() if lines != usual]

@@ -58,10 +58,11 @@ class Kernels:
         return self._stats(tensors), None
 
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
-        """Multiplies ``tensors[i]`` in place by ``multipliers[i]``: contiguous float64 on their device.
+        """Multiplies ``tensors[i]`` in place by ``multipliers[i]``: contiguous float64 on their device, else an error.
 
         A tensor listed twice is multiplied by both of its multipliers.
         """
+        _require_multipliers(multipliers, len(tensors), tensors[0].device)
         self.scale_(tensors, multipliers.reshape(-1))
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
@@ -120,12 +121,8 @@ class TritonModule:
     def __init__(self, describe: Callable[[list[Tensor]], tuple[bytes, int, int] | None]) -> None:
         from gradstat.kernels import _table, scale, stats
 
-        self._describe_any, self._have_kernels, self._dtypes = describe, _table.have_kernels, _table.DTYPES
+        self._describe, self._dtypes = describe, _table.DTYPES
         self._stats, self._norm, self._scale_ = stats.stats, stats.norm, scale.scale_
-
-    def _describe(self, tensors: list[Tensor]) -> tuple[bytes, int, int] | None:
-        described = self._describe_any(tensors)
-        return described if described is not None and self._have_kernels(described[0]) else None
 
     def _measured(self, tensors: list[Tensor]) -> tuple[Tensor, int, torch.dtype] | None:
         described = self._describe(tensors)
@@ -170,6 +167,15 @@ class TritonModule:
         return self.check(tensors) if self.scale_(tensors, factor.to(torch.float64)) else None
 
 
+def _require_multipliers(multipliers: Tensor, count: int, device: torch.device) -> None:
+    if multipliers.dtype != torch.float64:
+        raise RuntimeError(f"multipliers must be torch.float64, got {multipliers.dtype}")
+    if multipliers.numel() != count or not multipliers.is_contiguous():
+        raise RuntimeError(f"expected {count} contiguous multipliers, got {multipliers.numel()}")
+    if multipliers.device != device:
+        raise RuntimeError(f"multipliers must be on the tensors' device, {device}, got {multipliers.device}")
+
+
 def _require_device(device_type: str) -> None:
     if device_type in ("cuda", "xpu") and not torch.get_device_module(device_type).is_available():
         raise BackendUnavailableError(f"torch sees no {device_type} device")
@@ -188,30 +194,11 @@ def _load_triton(device_type: str) -> Kernels:
         )
     _require_device(device_type)
     try:
-        from gradstat.kernels import _table, scale, stats
+        import gradstat.kernels.scale as scale_module
+        import gradstat.kernels.stats as stats_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    from gradstat._core import reference
-
-    # What has no kernels, complex elements and float8, goes to the reference, one by one.
-    def split(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-        others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _table.DTYPES]
-        return [t.new_empty(0, dtype=torch.float32) if i in others else t for i, t in enumerate(tensors)], others
-
-    def measure(tensors: list[Tensor]) -> Tensor:
-        of_kernels, others = split(tensors)
-        table = stats.stats(of_kernels)
-        for i in others:
-            table[i] = reference.row(tensors[i])
-        return table
-
-    def scale_(tensors: list[Tensor], multipliers: Tensor) -> None:
-        of_kernels, others = split(tensors)
-        scale.scale_(of_kernels, multipliers)
-        for i in others:
-            reference.scale_([tensors[i]], multipliers if multipliers.dim() == 0 else multipliers[i])
-
-    kernels, helpers = Kernels(measure, scale_), native.helpers()
+    kernels, helpers = Kernels(stats_module.stats, scale_module.scale_), native.helpers()
     if helpers is not None and device_type != "xpu":
         kernels.direct = TritonModule(getattr(helpers, f"describe_{device_type}"))  # type: ignore[assignment]
     return kernels

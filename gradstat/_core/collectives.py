@@ -37,9 +37,10 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def reduce_(tensor: Tensor, op: Any, group: dist.ProcessGroup, caller: str) -> Tensor:
-    """Reduces ``tensor`` in place by ``op`` over ``group``. No sync."""
-    reduce_together_({op: tensor}, group, caller)
+def reduce_(tensor: Tensor, op: Any, groups: Sequence[dist.ProcessGroup], caller: str) -> Tensor:
+    """Reduces ``tensor`` in place by ``op`` over each group in turn, so over all their ranks together. No sync."""
+    for group in groups:
+        reduce_together_({op: tensor}, group, caller)
     return tensor
 
 
@@ -65,12 +66,15 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
     return torch.stack(gathered)
 
 
-def gather_by_rank(value: object, group: dist.ProcessGroup, caller: str) -> dict[int, Any]:
-    """The pickled values of all ranks of ``group``, by global rank. Waits. Raises as `reduce_together_`."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    with _explained(caller, group):
-        dist.all_gather_object(gathered, value, group)
-    return dict(sorted(zip(dist.get_process_group_ranks(group), gathered, strict=True)))
+def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: str) -> dict[int, Any]:
+    """The pickled values of all ranks of the groups, by global rank. Waits. Raises as `reduce_together_`."""
+    by_rank = {dist.get_rank(): value}
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        with _explained(caller, group):
+            dist.all_gather_object(gathered, by_rank, group)
+        by_rank = {rank: theirs for part in gathered for rank, theirs in part.items()}
+    return dict(sorted(by_rank.items()))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -159,6 +159,15 @@ def helpers() -> CpuModule | None:
         return None
 
 
+def check_fingerprint(built: str, path: Path) -> None:
+    """Raises `StaleExtensionError` unless ``built`` equals the fingerprint of `gradstat._fields`."""
+    if built != _fields.FINGERPRINT:
+        raise StaleExtensionError(
+            f"the compiled extension {path} is stale: it was built with the fields [{built}], "
+            f"but gradstat/_fields.py has [{_fields.FINGERPRINT}]. {_REBUILD}"
+        )
+
+
 def _load(name: str) -> Any:
     path = library_path(name)
     if path is None:
@@ -179,11 +188,7 @@ def _load(name: str) -> Any:
         module = importlib.import_module(f"gradstat.{name}")
     except ImportError as error:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
-    if module.fingerprint() != _fields.FINGERPRINT:
-        raise StaleExtensionError(
-            f"the compiled extension {path} is stale: it was built with the fields [{module.fingerprint()}], "
-            f"but gradstat/_fields.py has [{_fields.FINGERPRINT}]. {_REBUILD}"
-        )
+    check_fingerprint(module.fingerprint(), path)
     exchange_tensors(module)
     return module
 

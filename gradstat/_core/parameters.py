@@ -124,6 +124,19 @@ def _of_optimizer(optimizer: Optimizer) -> NamedParameters:
     return NamedParameters(parameters, names)
 
 
+def named_by(module: Module, named: NamedParameters) -> NamedParameters:
+    """The same parameters under their names in ``module``; parameters not in ``module`` keep their names."""
+    of_module = _of_module(module)
+    ids, module_ids = [id(p) for p in named.parameters], [id(p) for p in of_module.parameters]
+    module_names, own_names = of_module.names, named.names
+
+    def names() -> list[str]:
+        name_by_id = dict(zip(module_ids, module_names(), strict=True))
+        return [name_by_id.get(i, name) for i, name in zip(ids, own_names(), strict=True)]
+
+    return NamedParameters(named.parameters, names)
+
+
 class Parameters(Module):
     """Parameters as a module, under names that may contain dots."""
 
@@ -329,7 +342,9 @@ def as_list(tensors: Tensor | Iterable[Tensor], what: str = "parameters") -> lis
     return listed
 
 
-def gradients_to_clip(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Gradients]:
+def gradients_to_clip(
+    parameters: Tensor | Iterable[Tensor], foreach: bool | None = None
+) -> tuple[list[Tensor], Gradients]:
     """The parameters of a clip as a list, and their gradients; invalid arguments are rejected as torch rejects them.
 
     Raises AttributeError, which names the item that is not a parameter, or TypeError if an engine keeps the gradients.
@@ -345,4 +360,18 @@ def gradients_to_clip(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tenso
         ) from None
     if not collected.tensors:
         refuse_in_engine(listed)
+    elif foreach:
+        require_foreach(collected.tensors)
     return listed, collected
+
+
+def require_foreach(tensors: Sequence[Any]) -> None:
+    """Raises RuntimeError, as torch does, if torch has no foreach kernels for a device of ``tensors``."""
+    from torch.utils._foreach_utils import _device_has_foreach_support
+
+    for tensor in tensors:
+        # Items that are no tensors are refused, by name, when they are measured.
+        if isinstance(tensor, Tensor) and not _device_has_foreach_support(tensor.device):
+            raise RuntimeError(
+                f"foreach=True was passed, but can't use the foreach API on {tensor.device.type} tensors"
+            )

@@ -91,11 +91,18 @@ class _Plan:
         """``names`` and ``metadata`` are those of the parameters, which ``stand_ins`` stand for in the same order."""
         shardings: list[Sharding | None] = []
         rows_by_key: dict[_GroupKey, list[int]] = {}
+        mesh: DeviceMesh | None = None
+        placements: tuple[Any, ...] = ()
+        of_last: Sharding | None = None
         every_words = []
         for row, tensor in enumerate(stand_ins):
             sharding: Sharding | None = None
             if isinstance(tensor, DTensor):
-                sharding = Sharding.of(tensor._spec.mesh, tensor._spec.placements)
+                spec = tensor._spec
+                # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
+                if spec.mesh is not mesh or spec.placements != placements:
+                    mesh, placements, of_last = spec.mesh, spec.placements, Sharding.of(spec.mesh, spec.placements)
+                sharding = of_last
             elif isinstance(tensor, FlatShard):
                 sharding = Sharding((tensor.group,), None, None)
             groups, words = ((), "") if sharding is None else (sharding.groups, sharding.words)

@@ -8,8 +8,10 @@ are set to None if the step is to be skipped.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +39,7 @@ class _Step:
     def __init__(self) -> None:
         # By requester: a later request of the same one replaces the earlier.
         self.requests: weakref.WeakKeyDictionary[object, SkipRequest] = weakref.WeakKeyDictionary()
+        self.is_taken = False  # `guarded_step` carries out the requests
         self.found_inf: list[Tensor | None] = []  # what the attribute was before the flag of a request replaced it
 
 
@@ -48,8 +51,8 @@ def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
 
     A request made within the closure of a step, which computes the gradients, is carried out after it.
     """
-    install_hooks()
-    step = _steps.setdefault(optimizers.unwrapped(optimizer), _Step())  # the optimizer that torch's hooks get
+    optimizer = optimizers.unwrapped(optimizer)  # the one that torch's hooks get
+    step = _step_of(optimizer)
     if wish is None:
         step.requests.pop(by, None)
     else:
@@ -68,6 +71,22 @@ def judged(
     verdict = decide(guard, kernels, given.scaling, given.verdict, loss, None, streams_of([flag]))
     last_guards[optimizer] = guard
     return SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
+
+
+@contextlib.contextmanager
+def taking(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which the caller takes the requests, also those made while ``optimizer.step`` runs."""
+    step = _step_of(optimizers.unwrapped(optimizer))
+    step.is_taken = True
+    try:
+        yield
+    finally:
+        step.is_taken = False
+
+
+def _step_of(optimizer: Optimizer) -> _Step:
+    install_hooks()
+    return _steps.setdefault(optimizer, _Step())
 
 
 def take(optimizer: Optimizer, guard: SpikeGuard | None = None) -> SkipRequest | None:
@@ -99,7 +118,7 @@ def carry_out(optimizer: Optimizer) -> None:
     It is also called before a clip of that step, so that no skipped step is clipped. Does nothing without a request.
     """
     step = _steps.get(optimizer)
-    wish = take(optimizer)
+    wish = None if step is None or step.is_taken else take(optimizer)
     if step is None or wish is None:
         return
     if optimizers.honors_found_inf(optimizer) and not optimizers.first_momentum_is_at_risk(optimizer):

@@ -54,6 +54,12 @@ def found_by(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     return list(state_of(scaler, optimizer)["found_inf_per_device"].values())
 
 
+def record_unscaling(scaler: GradScaler, optimizer: Optimizer, positions: list[int] | None, unscaled: object) -> None:
+    """Stores until ``update`` what ``unscale_`` measured, and which parameters had a gradient (None: all)."""
+    state = state_of(scaler, optimizer)
+    state["optimizer"], state["positions"], state["unscaled"] = optimizer, positions, unscaled
+
+
 def refuse_added_gradients(
     scaler: GradScaler, optimizer: Optimizer, named: NamedParameters, gradients: Gradients
 ) -> None:

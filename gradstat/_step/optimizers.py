@@ -83,13 +83,17 @@ class Traits(NamedTuple):
     is_sgd: bool
     accepts_scaler: bool  # as an argument of step, the older of torch's two interfaces
     needs_closure: bool
+    # May evaluate its closure more than once, or not first of all. True for LBFGS, and for optimizers from
+    # outside torch, about which nothing is known.
+    repeats_closure: bool
 
 
 def _traits(kind: type[Optimizer]) -> Traits:
     step = original_step(kind)
+    repeats = step is original_step(LBFGS)
     accepts_scaler = "grad_scaler" in inspect.signature(kind.step).parameters
-    is_lbfgs = step is original_step(LBFGS)
-    return Traits(step in _WITH_FUSED_STEP, step is original_step(SGD), accepts_scaler, is_lbfgs)
+    is_foreign = not step.__module__.startswith("torch.optim")
+    return Traits(step in _WITH_FUSED_STEP, step is original_step(SGD), accepts_scaler, repeats, repeats or is_foreign)
 
 
 traits_of: Callable[..., Traits] = functools.cache(_traits)
@@ -139,7 +143,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def with_verdict(optimizer: Optimizer, found_inf: Tensor, divisor: Tensor | None) -> Iterator[None]:
+def with_verdict(optimizer: Optimizer, found_inf: Tensor | None, divisor: Tensor | None) -> Iterator[None]:
     """Sets the optimizer's two attributes, and removes them afterwards whatever happens."""
     try:
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]

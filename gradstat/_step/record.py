@@ -88,10 +88,10 @@ class StepRecord:
         """Whether something is not finite, 0-d float32, for a loss scaler."""
         return (self.verdict if self.before_guard is None else self.before_guard)[SKIP]
 
-    @property
-    def skipped(self) -> Tensor:
-        """Whether the step is skipped, 0-d bool."""
-        return self.verdict[SKIP] != 0
+    def skipped(self, skips: bool) -> Tensor:
+        """Whether the step is skipped, 0-d bool; False unless steps may be skipped at all."""
+        skip = self.verdict[SKIP] != 0
+        return skip if skips else torch.zeros_like(skip)
 
     def judge(self, guard: guards.SpikeGuard, loss: Tensor | None, counters: Tensor | None) -> None:
         """Lets a guard change the verdict and count the step. One that scales down changes the multiplier."""
@@ -124,29 +124,29 @@ class StepRecord:
         self.verdict[DIVISOR].div_(multiplier)
         return False
 
-    def step_optimizer(self, optimizer: Optimizer, honors: bool, gradients: list[Tensor], rewrites: bool) -> bool:
-        """Steps ``optimizer`` unless the host skips it; returns whether it was called.
+    def step_optimizer(
+        self, optimizer: Optimizer, honors: bool, gradients: list[Tensor], rewrites: bool, skips: bool
+    ) -> tuple[bool, Any]:
+        """Steps ``optimizer`` unless the host skips it; returns whether it was called, and its result.
 
-        ``honors`` says whether it obeys a verdict on the device: others cost one host sync. ``rewrites`` says whether
-        the gradients may have to be clipped or unscaled.
+        ``honors`` says whether it obeys a verdict on the device, ``rewrites`` whether the gradients may have to be
+        clipped or unscaled, ``skips`` whether a step may be skipped at all: then optimizers that do not obey a verdict
+        cost one host sync.
         """
-        if not honors or optimizers.first_momentum_is_at_risk(optimizer):
+        if skips and (not honors or optimizers.first_momentum_is_at_risk(optimizer)):
             skip, divisor = self.on_host()
             if skip:
-                return False
+                return False, None
             rewrites = rewrites and divisor != 1.0
         if honors:
             found_inf, by, *_ = self.verdict.unbind()
             # Given a divisor, an optimizer writes the gradients back even if the divisor is 1.
             rewrites = rewrites and not self.is_known_noop
-            with optimizers.with_verdict(optimizer, found_inf, by if rewrites else None):
-                optimizer.step()
-            return True
+            with optimizers.with_verdict(optimizer, found_inf if skips else None, by if rewrites else None):
+                return True, optimizer.step()
         if rewrites and gradients:
-            scale_(gradients, self.scaling, self.labels.of, self.backend)
-            torch.autograd.graph.increment_version(gradients)
-        optimizer.step()
-        return True
+            self.rewrite_(gradients)
+        return True, optimizer.step()
 
     def report(self) -> PendingReport:
         """The pending report on the gradients, without their loss scale; starts the copy to the host."""
@@ -160,6 +160,11 @@ class StepRecord:
         with on_streams(self.streams):
             return PendingReport(self.rows, make, self.verdict)
 
+    def rewrite_(self, gradients: list[Tensor]) -> None:
+        """Clips and unscales the measured gradients in place, unless the multiplier is 1."""
+        scale_(gradients, self.scaling, self.labels.of, self.backend)
+        torch.autograd.graph.increment_version(gradients)
+
     @property
     def is_known_noop(self) -> bool:
         """Whether clipping and unscaling change nothing; False where finding out would wait for a device."""
@@ -170,7 +175,7 @@ class StepRecord:
         if self.verdict.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "whether this optimizer steps is decided on the host, which cannot be captured into a CUDA graph; use "
-                "a fused Adam, AdamW, Adagrad or SGD (fused=True, capturable=True)"
+                "a fused Adam, AdamW, Adagrad or SGD (fused=True, capturable=True), or skip_nonfinite=False"
             )
         skip, divisor = self.verdict.tolist()[:2]
         return skip != 0.0, divisor

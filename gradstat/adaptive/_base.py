@@ -168,15 +168,17 @@ class NormClip(AdaptiveClip):
     _decides_on = "step"
 
     @torch.no_grad()
-    def multiplier(self, norm: Tensor) -> Tensor:
+    def multiplier(self, norm: Tensor, *, keep: Tensor | None = None) -> Tensor:
         """The multiplier for the gradients of a step, 0-d float64 from 0 to 1; updates the state. No host sync.
 
         Args:
             norm: Total L2 norm of the gradients that the optimizer will see, without a loss scale: 0-d float64, on the
                 device where the state is to be. For NaN or Inf the multiplier is 1 and the state only counts the norm:
                 the caller has to skip the step.
+            keep: 0-d bool on that device. False gives the multiplier 1 and records no finite norm. None means True.
         """
-        return decide(self, resolve(None, norm.device.type), norm)[0]
+        skip = None if keep is None else (~keep).to(torch.float32)
+        return decide(self, resolve(None, norm.device.type), norm, skip=skip)[0]
 
     def _clip_(self, given: ToClip) -> Tensor:
         tensors, _, name_of, backend = given

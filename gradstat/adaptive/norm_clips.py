@@ -35,11 +35,12 @@ class FixedClip(NormClip):
     _if_never = "max_norm is above all norms so far; lower it to the suggested one to remove outliers"
 
     def __init__(self, max_norm: float, window: int = DEFAULT_WINDOW) -> None:
-        self._method_options = (positive("max_norm", max_norm, "inf for no limit"),)
+        self._max_norm = positive("max_norm", max_norm, "inf for no limit")
+        self._method_options = (self._max_norm,)
         super().__init__(window, max_norm=max_norm)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
-        return norms.clip_multiplier(step.norm, *self._method_options), step.is_recorded
+        return norms.clip_multiplier(step.norm, self._max_norm), step.is_recorded
 
 
 class AutoClip(NormClip):
@@ -62,20 +63,21 @@ class AutoClip(NormClip):
     _if_never = "all norms so far are equal"
 
     def __init__(self, percentile: float = 10.0, window: int = DEFAULT_WINDOW) -> None:
-        share = number("percentile", percentile, 0.0, 100.0)
-        if 0 < share < 1:
+        self._percentile = number("percentile", percentile, 0.0, 100.0)
+        if 0 < self._percentile < 1:
             warn_user(
-                f"AutoClip(percentile={share:g}) clips nearly every step: percentiles go from 0 to 100; did you mean "
-                f"{100 * share:g}?"
+                f"AutoClip(percentile={self._percentile:g}) clips nearly every step: percentiles go from 0 to 100; did "
+                f"you mean {100 * self._percentile:g}?"
             )
         self._if_often = (
-            f"percentile={share:g} is meant to clip about {100 - share:g} %; raise it to clip only outliers"
+            f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it to "
+            "clip only outliers"
         )
-        self._method_options = (share,)
+        self._method_options = (self._percentile,)
         super().__init__(window, percentile=percentile)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
-        limit = torch.nanquantile(step.state["norms"], self._method_options[0] / 100)  # unused places are NaN
+        limit = torch.nanquantile(step.state["norms"], self._percentile / 100)  # unused places are NaN
         return limited(step.norm, limit), step.is_recorded
 
 
@@ -129,37 +131,39 @@ class ZClip(NormClip):
     ) -> None:
         if to not in get_args(Target):
             raise ValueError(f"to is {to!r}; expected one of {', '.join(get_args(Target))}")
-        self._method_options = (
-            number("z_threshold", z_threshold, 0.0),
-            number("alpha", alpha, 0.0, 1.0),
-            float(whole_number("warmup", warmup, 1)),
-            float(get_args(Target).index(to)),
-            positive("max_norm", max_norm, "inf for no limit"),
-        )
+        self._z_threshold = number("z_threshold", z_threshold, 0.0)
+        self._alpha = number("alpha", alpha, 0.0, 1.0)
+        self._warmup = whole_number("warmup", warmup, 1)
+        self._to = to
+        self._max_norm = positive("max_norm", max_norm, "inf for no limit")
+        to_number = float(get_args(Target).index(to))
+        self._method_options = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         norm, is_recorded = step.norm, step.is_recorded
-        z_threshold, alpha, warmup, to, max_norm = self._method_options
         mean, deviation, count = (step.state[name] for name in self._method_names)
-        excess, ordinary = norm - mean, z_threshold * deviation
-        is_outlier = (count >= warmup) & (excess > ordinary)
-        is_new_level = is_outlier & (count >= warmup + _MOST_OUTLIERS)
+        excess, ordinary = norm - mean, self._z_threshold * deviation
+        is_outlier = (count >= self._warmup) & (excess > ordinary)
+        is_new_level = is_outlier & (count >= self._warmup + _MOST_OUTLIERS)
         is_outlier = is_outlier & ~is_new_level
         old_mean = torch.where(is_new_level, norm, mean)
         old_deviation, old_count = (torch.where(is_new_level, 0.0, number) for number in (deviation, count))
-        warming_up = old_count < warmup
-        allowed = (mean + ordinary * (ordinary / excess), mean + ordinary, mean)[int(to)]
+        warming_up = old_count < self._warmup
+        if self._to == "reciprocal":
+            allowed = mean + ordinary * (ordinary / excess)
+        else:
+            allowed = mean + ordinary if self._to == "threshold" else mean
         after = torch.where(is_outlier, allowed, norm)
 
         # One update for both phases: during warm-up the weight of each norm is one over their number, which gives their
         # mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no finite norm
         # makes them overflow.
-        weight = torch.where(warming_up, 1 / (old_count + 1), 1 - alpha)
+        weight = torch.where(warming_up, 1 / (old_count + 1), 1 - self._alpha)
         move = after - old_mean
         distance = move.abs() * torch.where(warming_up, (1 - weight).sqrt(), 1 - weight)
         spread = torch.hypot((1 - weight).sqrt() * old_deviation, weight.sqrt() * distance)
-        new_count = torch.where(warming_up | is_outlier, old_count + 1, warmup)
+        new_count = torch.where(warming_up | is_outlier, old_count + 1, self._warmup)
         for kept, new in ((mean, old_mean + weight * move), (deviation, spread), (count, new_count)):
             kept.copy_(torch.where(is_recorded, new, kept))
-        return limited(norm, after.clamp(max=max_norm)), is_recorded
+        return limited(norm, after.clamp(max=self._max_norm)), is_recorded

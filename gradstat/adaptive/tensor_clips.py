@@ -60,25 +60,23 @@ class AdaGC(TensorClip):
         absolute: float = 1.0,
         window: int = DEFAULT_WINDOW,
     ) -> None:
+        self._relative = number("relative", relative, 0.0)
+        self._beta = number("beta", beta, 0.0, 1.0)
+        self._warmup = whole_number("warmup", warmup, 0)
+        self._absolute = number("absolute", absolute, 0.0)
         self._parameter_ids: tuple[int, ...] | None = None
-        self._method_options = (
-            number("relative", relative, 0.0),
-            number("beta", beta, 0.0, 1.0),
-            float(whole_number("warmup", warmup, 0)),
-            number("absolute", absolute, 0.0),
-        )
+        self._method_options = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
-        relative, beta, warmup, absolute = self._method_options
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]
-        warming_up = recorded - step.is_recorded.to(torch.float64) < warmup
+        warming_up = recorded - step.is_recorded.to(torch.float64) < self._warmup
         # While all tensors are clipped together, a norm counts only if all of them are finite.
         counts = step.counts & (step.norms > 0) & (step.is_recorded | ~warming_up)
-        by_mean = limited(step.norms, relative * means)
-        decided = torch.where(warming_up, limited(step.norm, absolute), by_mean)
+        by_mean = limited(step.norms, self._relative * means)
+        decided = torch.where(warming_up, limited(step.norm, self._absolute), by_mean)
         after = decided * step.norms
-        running = torch.where(means.isinf(), after, beta * means + (1 - beta) * after)
+        running = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
         means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
@@ -137,13 +135,14 @@ class AGC(TensorClip):
     _if_never = "no gradient was large relative to its weights; lower clipping to clip smaller ones"
 
     def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
-        self._method_options = (number("clipping", clipping, 0.0), number("eps", eps, 0.0))
+        self._clipping = number("clipping", clipping, 0.0)
+        self._eps = number("eps", eps, 0.0)
+        self._method_options = (self._clipping, self._eps)
         super().__init__(window, clipping=clipping, eps=eps)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         assert step.weights is not None
-        clipping, eps = self._method_options
-        return limited(step.norms, clipping * step.weights.clamp(min=eps)), step.counts
+        return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
 
     def _refuse(self, given: ToClip) -> None:
         super()._refuse(given)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gradstat._core.commands import Parser, UsageError
+from gradstat._core.importing import Parser, UsageError
 from gradstat._core.text import printable, wrapped
 from gradstat.bench import steps as variants
 from gradstat.bench.command import DEVICE_HELP, device_of

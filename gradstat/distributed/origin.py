@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradstat import _fields
 from gradstat._core.backends import known_name
 from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
+from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import to_device
 from gradstat._core.text import count_of, lines_of, nan_and_inf, printable
 from gradstat._core.wrappers import uncompiled
@@ -37,6 +38,7 @@ def track_origin(
     hook: _Hook | None = None,
     state: object = None,
     *,
+    per_micro_batch: bool = False,
     backend: str | None = None,
 ) -> OriginTracker:
     """Tracks the local gradients of a DDP model, to find the rank that causes NaN or Inf.
@@ -61,6 +63,10 @@ def track_origin(
         hook: The communication hook to wrap, as for ``register_comm_hook``; None for torch's ``allreduce_hook``, which
             does what DDP does without a hook.
         state: The state that ``hook`` is called with.
+        per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches,
+            which does not show which of them was not finite. If true, gradients are also measured after each
+            ``backward()`` without a reduction, when the next ``forward`` begins or `OriginTracker.result` is called.
+            This costs a pass and a launch per such micro-batch, and a Python call per parameter in each ``backward()``.
         backend: As for `gradstat.check`.
 
     Returns:
@@ -85,7 +91,7 @@ def track_origin(
         raise RuntimeError("this model is already tracked; call remove() on the handle of the first track_origin()")
     elif hook is not None and hook is not relay.hook:
         raise RuntimeError("DDP never drops a communication hook; this model was first tracked with another one")
-    return OriginTracker(ddp_model, relay, backend)
+    return OriginTracker(ddp_model, relay, per_micro_batch, backend)
 
 
 class _Relay:
@@ -124,18 +130,31 @@ class _Seen(NamedTuple):
 class OriginTracker:
     """The measurements of local gradients since the last `result`: tables on the device, one row per gradient.
 
-    Returned by `track_origin`. Micro-batches count from 0, one per reduction. Call `result` once a step. Until then
-    only rows are kept, and no gradient.
+    Returned by `track_origin`. Micro-batches count from 0, one per reduction, or with ``per_micro_batch`` one per
+    ``backward()``. Call `result` once a step. Until then only rows are kept, and no gradient.
     """
 
-    def __init__(self, ddp_model: DistributedDataParallel, relay: _Relay, backend: str | None) -> None:
+    def __init__(
+        self, ddp_model: DistributedDataParallel, relay: _Relay, per_micro_batch: bool, backend: str | None
+    ) -> None:
         named = [(name, p) for name, p in ddp_model.module.named_parameters() if p.requires_grad]
         self._names = tuple(name for name, _ in named)
         self._parameters = [parameter for _, parameter in named]
         self._position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._group, self._relay, self._backend = ddp_model.process_group, relay, backend
+        self._unmeasured: set[int] = set()  # ids of parameters whose gradients were accumulated and not measured yet
         self.reset()
-        relay.measure = self._measure
+        relay.measure = self._measure_bucket
+        self._handles: list[Any] = []
+        if per_micro_batch:
+            # Not a method of the tracker: the garbage collector cannot see what a parameter's hook references.
+            noted = self._unmeasured
+            hook = lambda parameter: noted.add(id(parameter))  # noqa: E731
+            self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self._parameters]
+            self._handles.append(ddp_model.register_forward_pre_hook(self._measure_accumulated))
+
+    def __repr__(self) -> str:
+        return f"OriginTracker({len(self._names)} parameters, {len(self._seen)} measurements since the last result)"
 
     def result(self) -> OriginReport:
         """Which rank caused NaN or Inf since the last call; the same report on every rank. Resets for the next step.
@@ -154,6 +173,7 @@ class OriginTracker:
 
         No collective and no sync; the returned function does what `result` does, and raises the same errors.
         """
+        self._measure_accumulated()
         seen, count = self._seen, self._micro_batch
         self.reset()
         return lambda: self._report(seen, count)
@@ -171,7 +191,7 @@ class OriginTracker:
             micro_batches, positions = torch.tensor(places, device=device).unbind(1)
             when = torch.where(counts.sum(1) > 0, micro_batches, _NEVER)
             first.scatter_reduce_(0, positions, when, "amin")
-        *earliest, least_seen = reduce_(first, dist.ReduceOp.MIN, self._group, _CALLER).tolist()
+        *earliest, least_seen = reduce_(first, dist.ReduceOp.MIN, [self._group], _CALLER).tolist()
         if not least_seen:
             raise RuntimeError(
                 "on some rank no gradient was reduced since the last result(); call it on all ranks after backward(), "
@@ -196,19 +216,34 @@ class OriginTracker:
         """Discards the measurements since the last `result`, for a step that is abandoned."""
         self._seen: list[_Seen] = []
         self._micro_batch = 0
+        self._unmeasured.clear()
 
     def remove(self) -> None:
         """Ends the tracking. The hook stays registered, as DDP keeps hooks permanently, and only passes buckets on."""
-        if self._relay.measure == self._measure:
+        if self._relay.measure == self._measure_bucket:
             self._relay.measure = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         self.reset()
 
-    def _measure(self, bucket: Any) -> None:
+    def _measure_bucket(self, bucket: Any) -> None:
         buffer = bucket.buffer()
         gradients = [buffer] if buffer.is_sparse else bucket.gradients()
-        positions = [self._position[id(parameter)] for parameter in bucket.parameters()]
+        self._measure(gradients, bucket.parameters(), is_last=bucket.is_last())
+
+    @never_traced
+    def _measure_accumulated(self, *_: object) -> None:
+        if self._unmeasured:
+            having = [p for p in self._parameters if p.grad is not None]
+            self._measure([p.grad for p in having if p.grad is not None], having, is_last=True)
+
+    def _measure(self, gradients: list[Tensor], parameters: list[Tensor], is_last: bool) -> None:
+        positions = [self._position[id(parameter)] for parameter in parameters]
         self._seen.append(_Seen(self._micro_batch, positions, stats(gradients, backend=self._backend)))
-        self._micro_batch += bucket.is_last()
+        if is_last:
+            self._micro_batch += 1
+            self._unmeasured.clear()
 
 
 class NonfiniteOrigin(NamedTuple):
@@ -228,9 +263,9 @@ class OriginReport(Judged):
 
     Attributes:
         ranks: All ranks that took part.
-        micro_batches: Number of micro-batches: reductions. Under ``no_sync()`` all micro-batches of a step are one.
+        micro_batches: Number of micro-batches: reductions, or with ``per_micro_batch`` calls of ``backward()``.
         nonfinite: The parameters whose gradient was not finite on some rank, in the model's order.
-        nonfinite_since: For each of them, the first micro-batch in which it was not.
+        nonfinite_since: For each of them, the first micro-batch in which it was not, as `micro_batch_of` says.
     """
 
     def __init__(
@@ -249,10 +284,21 @@ class OriginReport(Judged):
 
     def rank_of(self, name: str) -> int | None:
         """The lowest rank where ``name``'s gradient was first not finite, or None. KeyError if ``name`` is unknown."""
-        if name not in self._names:
-            raise KeyError(f"no parameter named {name!r} is reduced by this model")
-        origin = self._nonfinite.get(name)
+        origin = self._find(name)
         return None if origin is None else next(iter(origin.counts))
+
+    def nonfinite_ranks(self, name: str) -> int:
+        """Number of ranks where ``name``'s gradient was not finite in its first such micro-batch. Errors: `rank_of`."""
+        origin = self._find(name)
+        return 0 if origin is None else len(origin.counts)
+
+    def micro_batch_of(self, name: str) -> int | None:
+        """The first micro-batch in which ``name``'s gradient was not finite, from 0. Errors as in `rank_of`.
+
+        Without ``per_micro_batch`` reductions are counted: under ``no_sync()`` all micro-batches of a step are one.
+        """
+        self._find(name)
+        return self.nonfinite_since.get(name)
 
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, which names ranks and parameters, on every rank, unless `ok`.
@@ -270,6 +316,11 @@ class OriginReport(Judged):
         if self.ok:
             return f"gradstat: {len(self._names)} gradients, finite on all {len(self.ranks)} ranks before the reduction"
         return "gradstat: " + "\n".join(self._summary(NAMED_IN_TEXT))
+
+    def _find(self, name: str) -> NonfiniteOrigin | None:
+        if name not in self._names:
+            raise KeyError(f"no parameter named {name!r} is reduced by this model")
+        return self._nonfinite.get(name)
 
     def _summary(self, limit: int) -> list[str]:
         """Who caused what, in words: ordered by micro-batch, with parameters of the same ranks grouped."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
 from gradstat._core.parameters import named_parameters_of
-from gradstat._core.text import count_of, lines_of, printable
+from gradstat._core.text import count_of, expect, lines_of, printable
 from gradstat.accumulation import NAMED_IN_ERROR, NAMED_IN_TEXT
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 from gradstat.tensor_stats import Judged
@@ -99,6 +99,7 @@ def verify_replicas(
     *,
     group: dist.ProcessGroup | None = None,
     what: Sequence[str] = ("gradients",),
+    mesh: DeviceMesh | None = None,
 ) -> ReplicaReport:
     """Compares, bit by bit, tensors that have to be equal on all ranks, and names tensors and ranks that drifted.
 
@@ -117,25 +118,26 @@ def verify_replicas(
         group: The ranks that hold replicas; None for all.
         what: Any of ``"gradients"``, ``"parameters"``, ``"buffers"`` (of a module) and ``"state"`` (the tensors in an
             optimizer's state).
+        mesh: Instead of ``group``: all ranks of this device mesh, for example the data-parallel part of a larger one.
 
     Raises:
         TypeError: ``target`` is none of these or lacks what is to be compared, or a tensor's bits cannot be compared.
-        ValueError: ``what`` is unknown, this rank is not in the group, or a ``DTensor`` has replicas on other ranks.
+        ValueError: ``what`` is unknown, both ``group`` and ``mesh`` are given, this rank is in neither, or a
+            ``DTensor`` has replicas on other ranks.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """
-    members = require_member(group)
-    ranks = tuple(dist.get_process_group_ranks(members))
+    groups, ranks = _participants(group, mesh)
     tensors = _replicated(target, what, ranks)
     with torch.no_grad():
         having = [(tensor, tensor.bits) for tensor in tensors if tensor.bits is not None and tensor.replicas]
-        numbers = checksums([bits for _, bits in having], device_of(members))
+        numbers = checksums([bits for _, bits in having], device_of(groups[0]))
         drifted: tuple[Drift, ...] = ()
-        compared = _count_if_equal(tensors, [tensor for tensor, _ in having], numbers, members)
+        compared = _count_if_equal(tensors, [tensor for tensor, _ in having], numbers, groups)
         if compared is None:
             mine = {(t.kind, t.name): _Seen(t.layout, t.replicas, None) for t in tensors}
             for (t, _), number in zip(having, numbers.tolist(), strict=True):
                 mine[t.kind, t.name] = _Seen(t.layout, t.replicas, number)
-            seen_by = gather_by_rank(mine, members, _CALLER)
+            seen_by = gather_by_rank(mine, groups, _CALLER)
             drifted = tuple(_drifts(seen_by))
             compared = len({key for seen in seen_by.values() for key, tensor in seen.items() if tensor.replicas})
     return ReplicaReport(drifted, compared, ranks)
@@ -149,8 +151,24 @@ class _Seen(NamedTuple):
     checksum: int | None
 
 
+def _participants(
+    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[list[dist.ProcessGroup], tuple[int, ...]]:
+    """Groups whose reductions, one after the other, cover all participating ranks; and those ranks."""
+    if mesh is None:
+        member = require_member(group)
+        return [member], tuple(dist.get_process_group_ranks(member))
+    if group is not None:
+        raise ValueError("pass a group or a mesh, not both")
+    expect("mesh", mesh, DeviceMesh, "a DeviceMesh or None")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh; only its ranks may call this")
+    groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+    return groups, tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
 def _count_if_equal(
-    tensors: list[_Replicated], compared: list[_Replicated], numbers: Tensor, members: dist.ProcessGroup
+    tensors: list[_Replicated], compared: list[_Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
 ) -> int | None:
     """How many tensors some rank has in ``compared``, whose checksums are ``numbers``; the same answer on all ranks.
 
@@ -161,7 +179,7 @@ def _count_if_equal(
     listed = of_text("\n".join(f"{tensor.kind} {tensor.name} {tensor.layout}" for tensor in tensors))
     plain = [i for i, tensor in enumerate(compared) if tensor.over is None]
     both = torch.stack([torch.tensor(listed, device=numbers.device), combined(numbers[plain])])
-    if not bool(_equal(both, members).item()):
+    if not bool(_equal(both, groups).item()):
         return None
     by_dimension: dict[tuple[DeviceMesh, int], list[int]] = {}
     for i, tensor in enumerate(compared):
@@ -173,21 +191,21 @@ def _count_if_equal(
         return len(compared)
     # Tensors equal along every dimension are equal everywhere, so no group over several dimensions is needed.
     are_equal = [
-        _equal(combined(numbers[chosen]).reshape(1), mesh.get_group(dimension))
+        _equal(combined(numbers[chosen]).reshape(1), [mesh.get_group(dimension)])
         for (mesh, dimension), chosen in by_dimension.items()
     ]
     # Which tensors are compared here: with several meshes, ranks compare different ones.
     here = torch.tensor([t.bits is not None and bool(t.replicas) for t in tensors], device=numbers.device)
     differs = ~torch.stack(are_equal).all() if are_equal else here.new_zeros(())
     flags = torch.cat([differs.reshape(1), here]).to(torch.int64)
-    is_different, *is_compared = reduce_(flags, dist.ReduceOp.MAX, members, _CALLER).tolist()
+    is_different, *is_compared = reduce_(flags, dist.ReduceOp.MAX, groups, _CALLER).tolist()
     return None if is_different else sum(is_compared)
 
 
-def _equal(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Whether ``numbers``, int64, are the same on all ranks of the group, 0-d bool; no sync."""
+def _equal(numbers: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Whether ``numbers``, int64, are the same on all ranks of the groups, 0-d bool; no sync."""
     # ~x is -1 - x, so the maximum of ~x gives the minimum of x in the same reduction.
-    largest, smallest = reduce_(torch.stack([numbers, ~numbers]), dist.ReduceOp.MAX, group, _CALLER)
+    largest, smallest = reduce_(torch.stack([numbers, ~numbers]), dist.ReduceOp.MAX, groups, _CALLER)
     return torch.all(largest == ~smallest)
 
 

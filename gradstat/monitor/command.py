@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradstat._core.commands import Parser, UsageError
+from gradstat._core.importing import Parser, UsageError
 from gradstat._core.text import listed, printable, steps_in_words
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.view import write_page

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradstat._core.commands import UsageError
 from gradstat._core.files import is_device, path_of, replacing
+from gradstat._core.importing import UsageError
 from gradstat._core.saved import exactly, require, require_version
 from gradstat._core.text import expect, printable
 from gradstat._version import __version__

@@ -2,10 +2,13 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -48,21 +51,20 @@ def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_factories")
 def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
-    arguments = "--model bench_these:factory --rounds 3 --device cpu"
+    arguments = "--model bench_these:factory --rounds 3 --device cpu --threads 1 --optimizer sgd --json out.json"
     result = python("-W", "error", "-m", "gradstat", "bench", *arguments.split(), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "90 trained parameters in 4 tensors of float32; optimizer AdamW" in result.stdout
-    assert "Added to a step: gradstat.check " in result.stdout.splitlines()[-1]
-    assert all(variant.name in result.stdout for variant in steps.variants(CPU))
-
-
-def test_a_variant_costs_time_and_memory() -> None:
-    plain, *_ = costs = steps.costs(tiny_step(), 3)
-    assert [cost.name for cost in costs] == [variant.name for variant in steps.variants(CPU)]
-    assert all(0 < cost.seconds.low <= cost.seconds.median <= cost.seconds.high for cost in costs)
-    assert plain.ratio.median == 1
-    assert plain.extra_bytes == timing.Quartiles(0, 0, 0)
-    assert costs[-1].extra_bytes.low > 1000  # the stack traces of detect_anomaly
+    assert "90 trained parameters in 4 tensors of float32; optimizer sgd" in result.stdout
+    assert "Added to a step: gradstat.check " in result.stdout.splitlines()[-2]
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["parameters"], written["threads"]) == (90, 1)
+    plain, *_ = variants = written["variants"]
+    assert [variant["name"] for variant in variants] == [variant.name for variant in steps.variants(CPU)]
+    assert all(variant["name"] in result.stdout for variant in variants)
+    assert all(0 < v["seconds"]["low"] <= v["seconds"]["median"] <= v["seconds"]["high"] for v in variants)
+    assert plain["ratio"]["median"] == 1
+    assert plain["extra_bytes"] == {"low": 0, "median": 0, "high": 0}
+    assert variants[-1]["extra_bytes"]["low"] > 1000  # the stack traces of detect_anomaly
 
 
 def with_loss(loss_of: Callable[[torch.Tensor], object]) -> Callable[[], object]:
@@ -75,16 +77,18 @@ def with_loss(loss_of: Callable[[torch.Tensor], object]) -> Callable[[], object]
     ("given", "message"),
     [
         ("--rounds 0", "--rounds must be at least 1"),
+        ("--threads 0", "--threads must be at least 1"),
         ("--device nonsense", "--device nonsense"),
         ("--device meta", "expected a cpu or cuda device"),
+        ("--json no/such/folder/x.json", "there is no folder"),
         ("--model bench_these", "expected MODULE:FACTORY"),
-        ("--model no_such_module:f", "importing no_such_module failed: No module named 'no_such_module'"),
+        ("--model no_such_module:f", "no module 'no_such_module' in the current folder or the environment"),
         ("--model bench_broken:f", "importing bench_broken failed: No module named 'no_such_package'"),
         ("--model bench_raises:f", "disk on fire"),
-        ("--model bench_these:missing", "module 'bench_these' has no attribute 'missing'"),
-        ("--model bench_these:constant", "'int' object is not callable"),
+        ("--model bench_these:missing", "bench_these has no missing"),
+        ("--model bench_these:constant", "constant is a int, not a function"),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda: nn.Linear(2, 2), "expected (model, loss) from made_here(), where loss() returns the loss"),
+        (lambda: nn.Linear(2, 2), "returned a module alone; return (model, batch) or (model, loss)"),
         (lambda: (nn.Linear(2, 2), 1, 2), "got a tuple of 3"),
         (lambda: None, "got a NoneType"),
         (with_loss(lambda output: output), "shape (3, 2); reduce it"),
@@ -92,7 +96,7 @@ def with_loss(loss_of: Callable[[torch.Tensor], object]) -> Callable[[], object]
         (with_loss(lambda _: torch.ones(2, requires_grad=True).sum()), "no parameter of the model has a grad"),
         (with_loss(lambda _: 1.0), "the loss must be a tensor, not a float"),
         (with_loss(lambda output: (output * math.inf).sum()), "gradients are not finite"),
-        (with_loss(lambda output: output @ output), "the forward pass raised"),
+        (lambda: (nn.Linear(2, 2), torch.ones(3, 5)), "the forward pass raised"),
     ],
 )
 def test_what_cannot_be_measured_is_explained(
@@ -121,6 +125,34 @@ def test_what_ends_a_command_is_told_in_a_line(
     monkeypatch.setattr(gradstat.bench, "main", Mock(side_effect=raised))
     assert main(["bench"]) == status
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "expected"),
+    [
+        (dict, lambda out: out, 3.0),
+        (UserDict, lambda out: (out, "state"), 3.0),
+        (lambda batch: tuple(batch.values()), lambda out: {"loss": out.sum()}, 6.0),
+        (lambda batch: batch["x"] * 2, lambda out: SimpleNamespace(loss=out.sum()), 6.0),
+    ],
+)
+def test_a_batch_on_the_device_becomes_a_loss(
+    kind: Any, form: Callable[[torch.Tensor], object], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model multiplies its inputs by a weight of ones."""
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor | float = 1.0) -> object:  # type: ignore[override]
+            return form(self.weight[0] * x * y)
+
+    model = Model(2, 1)
+    nn.init.ones_(model.weight)
+    batch = kind({"x": torch.full((2,), 1.5), "y": torch.full((2,), 2.0)})
+    monkeypatch.setattr(command, "made_here", lambda: (model, batch), raising=False)
+    for device in (CPU, torch.device("meta")):
+        _, loss = command.load(HERE, device)
+        assert loss().device.type == device.type
+        assert device.type == "meta" or loss().item() == expected
 
 
 def tiny_step() -> steps.Step:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gradstat
 from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
 from gradstat._core import backends, multiply
-from gradstat.adaptive import AdaptiveClip, NormClip, _base, tensor_clips
+from gradstat.adaptive import AdaptiveClip, NormClip, tensor_clips
 
 # Two rules in plain Python; test_decide.py has those of norms -------------------------------------------------
 
@@ -119,12 +119,11 @@ def assert_scaled(parameter: nn.Parameter, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected.double(), **tolerance, equal_nan=True)
 
 
-def test_a_step_that_is_skipped_is_not_recorded() -> None:
+def test_a_step_that_is_not_kept_is_not_recorded() -> None:
     clip = AutoClip(10)
     decide(clip, [1.0, 2.0, 3.0])
     before = clip.state_dict()["tensors"]
-    norm, skip = torch.tensor(9.0, dtype=torch.float64), torch.tensor(1.0)
-    assert _base.decide(clip, backends.resolve(None, "cpu"), norm, skip=skip)[0] == 1
+    assert clip.multiplier(torch.tensor(9.0, dtype=torch.float64), keep=torch.tensor(False)) == 1
     torch.testing.assert_close(clip.state_dict()["tensors"], before, equal_nan=True, rtol=0, atol=0)
 
 
@@ -301,7 +300,7 @@ def test_no_step_reads_a_value(make: Any, backend: str, monkeypatch: pytest.Monk
         with NoSync():
             clip.clip_(parameters, backend=backend)
             if isinstance(clip, NormClip):
-                clip.multiplier(torch.ones((), dtype=torch.float64))
+                clip.multiplier(torch.ones((), dtype=torch.float64), keep=torch.tensor(True))
             clip.state_dict()
     with pytest.raises(AssertionError, match="waited"):
         clip.summary()

@@ -182,12 +182,14 @@ GUARDED = [0.0, 6.0, 2.0, 10.0, 0.0, math.inf, math.inf], HELD, 8, NORM.expand(2
         ("clip", (0, [1.0], STATE, 0, NORM), "window must be from 1 to 281474976710656, got 0"),
         ("clip", (0, [1.0], STATE, 2**64 // 3 + 1, NORM), "window must be from 1 to .*, got 614891469123651"),
         ("clip", (0, [1.0], without_memory(STATE.clone()), 10, NORM), "state has no memory"),
+        ("clip", (0, [1.0], torch.full_like(STATE, -7.0), 10, NORM), "whole numbers of recorded values, got -7"),
         ("guard", (GUARDED[0][1:], *GUARDED[1:], torch.zeros(3)), "expected 7 options, got 6"),
         ("guard", (*GUARDED[:2], 0, GUARDED[3], torch.zeros(3)), "window must be from 1 to 281474976710656, got 0"),
         ("guard", (*GUARDED[:3], NORM, torch.zeros(3)), "scaling must have 2 contiguous numbers, got 1"),
         ("guard", (*GUARDED, torch.zeros(2)), "verdict must have 3 contiguous numbers, got 2"),
         ("guard", (*GUARDED, torch.zeros(3), torch.ones(1, dtype=torch.int64)), "loss must be"),
         ("guard", (*GUARDED, torch.zeros(3), None, torch.zeros(3)), "counters must be int64"),
+        ("guard", (GUARDED[0], GUARDED[1] - 7, *GUARDED[2:], torch.zeros(3)), "expected whole numbers"),
     ],
 )
 def test_the_operators_refuse_what_does_not_fit(operator: str, arguments: tuple[Any, ...], message: str) -> None:

@@ -79,6 +79,11 @@ def test_a_step_starts_over_behind_its_result_and_when_it_is_given_up() -> None:
     micro_batches.reset()
     with nothing:
         micro_batches.result()
+    with micro_batches as entered:
+        assert entered is micro_batches
+        micro_batches.check()
+    with nothing:
+        micro_batches.result()
 
 
 def test_micro_batches_without_any_gradient_are_not_ok() -> None:

@@ -179,7 +179,7 @@ LAYERS = {
     """,
     "gradstat._core": """
         text
-        | files commands warn compiling collectives nested wrappers norms tensors engines announce
+        | files importing warn compiling collectives nested wrappers norms tensors engines announce
         | native reference saved hooks | backends parameters measurement
         | host_copy agreement | sharded | measure | multiply | __init__
     """,

@@ -267,9 +267,12 @@ def test_handles_say_what_they_are() -> None:
     model = trained(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradstat.guarded_step(optimizer)
+    micro_batches = gradstat.MicroBatches(model)
+    micro_batches.check()
     with gradstat.Monitor(model) as monitor, gradstat.patch_torch() as patch:
         shown = {
             "Monitor(Sequential, 0 steps, 0 findings)": monitor,
+            "MicroBatches(1 checked since the last result)": micro_batches,
             "StepCounters(tensor([1, 0, 0]))": gradstat.step_counters(optimizer),
         }
         assert [repr(thing) for thing in shown.values()] == list(shown)

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from helpers.cuda_counts import Operations
 from helpers.devices import DEVICES, parameters_with
-from helpers.exact import REAL, assert_rows_match
+from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from test_conformance import random
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -52,7 +52,8 @@ def test_worst_rounding() -> None:
 
 
 def many_tensors(count: int) -> list[torch.Tensor]:
-    return [random(i * 37 % 211, REAL[i % len(REAL)], DEVICE) for i in range(count)]
+    dtypes = REAL + COMPLEX + FLOAT8
+    return [random(i * 37 % 211, dtypes[i % len(dtypes)], DEVICE) for i in range(count)]
 
 
 def test_repeatable() -> None:
@@ -126,9 +127,10 @@ def test_compiled_once() -> None:
     split = random(3 * CHUNK_BYTES, torch.bfloat16, DEVICE)
     for tensors in ([random(1, torch.float32, DEVICE)], many_tensors(16), [split], many_tensors(33)):
         stats(tensors)
-        scale_(tensors, half[0])
-        scale_(tensors, half[1])
-        scale_(tensors, half[:1].repeat(len(tensors)))
+        scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
+        scale_(scalable, half[0])
+        scale_(scalable, half[1])
+        scale_(scalable, half[:1].repeat(len(scalable)))
     for kernel in (stats_kernel, scale_kernel):
         assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
@@ -179,6 +181,14 @@ def test_triton_has_the_handle() -> None:
     assert "self.run(grid[0], grid[1], grid[2], stream" in code
 
 
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_scale_refuses_float8(dtype: torch.dtype) -> None:
+    x = torch.ones(4, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=str(dtype)):
+        scale_([x, torch.zeros(4, device=DEVICE).to(dtype)], torch.tensor(0.5, dtype=torch.float64, device=DEVICE))
+    assert torch.equal(x, torch.ones_like(x))
+
+
 def test_a_clip_is_four_launches_and_the_same_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, launched, call = backends.resolve("triton", DEVICE.type), [], Launcher.__call__
 
@@ -188,7 +198,7 @@ def test_a_clip_is_four_launches_and_the_same_without_the_extension(monkeypatch:
             call(self, *given)
 
     monkeypatch.setattr(Launcher, "__call__", launch)
-    tensors, results = [random(99, dtype, DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.float16)], []
+    tensors, results = [random(99, dtype, DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.complex64)], []
     for direct in (kernels.direct, backends.NOT_COMPILED):
         monkeypatch.setattr(kernels, "direct", direct)
         parameters = parameters_with(tensor.clone() for tensor in tensors)

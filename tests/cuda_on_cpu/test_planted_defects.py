@@ -11,7 +11,7 @@ from helpers.cuda_on_cpu import EmulatedKernels
 from helpers.cuda_on_cpu_build import ROOT, compiled, loaded
 from helpers.exact import FLOAT8, WrongError, assert_rows_match, rounded_product
 
-from gradstat import AutoClip
+from gradstat.adaptive import AutoClip
 from gradstat.adaptive._base import decide
 
 # A file of csrc, and a piece of its code with {what it is|what replaces that if PLANTED}.

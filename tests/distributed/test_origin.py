@@ -56,8 +56,8 @@ def backward(model: DistributedDataParallel, bad: bool, use_spare: bool = True) 
     handle.remove()
 
 
-def told(report: OriginReport, name: str) -> tuple[int | None, int | None]:
-    return report.rank_of(name), report.nonfinite_since.get(name)
+def told(report: OriginReport, name: str) -> tuple[int | None, int, int | None]:
+    return report.rank_of(name), report.nonfinite_ranks(name), report.micro_batch_of(name)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -71,27 +71,27 @@ HOOKS = {"none": None, "allreduce": allreduce_hook, "fp16": fp16_compress_hook}
 
 
 @pytest.mark.parametrize(
-    ("mode", "hook"),
+    ("mode", "hook", "per_micro_batch"),
     [
-        *((mode, "none") for mode in MODES),
-        ("plain", "allreduce"),
-        ("bucket views", "allreduce"),
-        ("static_graph", "fp16"),
-        ("find_unused_parameters", "fp16"),
+        *((mode, "none", number % 2 == 0) for number, mode in enumerate(MODES)),
+        ("plain", "allreduce", False),
+        ("bucket views", "allreduce", True),
+        ("static_graph", "fp16", True),
+        ("find_unused_parameters", "fp16", False),
     ],
 )
 @on_ranks(2)
-def test_the_rank_is_named_in_every_mode(mode: str, hook: str) -> None:
+def test_the_rank_is_named_in_every_mode(mode: str, hook: str, per_micro_batch: bool) -> None:
     """Four steps, of which rank 1 spoils the first (before buckets are rebuilt) and the third."""
     model = wrapped(**MODES[mode])
     state = None if hook == "none" else dist.group.WORLD
-    tracker = track_origin(model, HOOKS[hook], state)
+    tracker = track_origin(model, HOOKS[hook], state, per_micro_batch=per_micro_batch)
     for step in range(4):
         is_bad = step % 2 == 0
         backward(model, bad=dist.get_rank() == 1 and is_bad, use_spare=mode != "find_unused_parameters")
         report = tracker.result()
         assert report.nonfinite == (("last.bias",) if is_bad else ())
-        assert told(report, "last.bias") == ((1, 0) if is_bad else (None, None))
+        assert told(report, "last.bias") == ((1, 1, 0) if is_bad else (None, 0, None))
         assert report.ok is gradstat.check(model).ok is not is_bad, "the reduction spreads what is bad"
         model.zero_grad()
     tracker.remove()
@@ -112,7 +112,7 @@ def test_ranks_are_global_numbers_and_gradients_are_averaged_as_without_a_tracke
         pairs = zip(plain.parameters(), model.parameters(), strict=True)
         assert all(torch.equal(p.grad.nan_to_num(7.0), w.grad.nan_to_num(7.0)) for p, w in pairs)
     report = tracker.result()
-    even, odd = ((0, 2), (None, None), True), ((1, 3), (3, 1), False)
+    even, odd = ((0, 2), (None, 0, None), True), ((1, 3), (3, 1, 1), False)
     found = (report.ranks, told(report, "last.bias"), gradstat.check(model).ok)
     assert found == (odd if dist.get_rank() % 2 else even)
 
@@ -123,7 +123,7 @@ def test_sparse_gradients() -> None:
     tracker = track_origin(model)
     out = model(torch.tensor([1, 4]))
     (out * (float("inf") if dist.get_rank() == 0 else 1.0)).sum().backward()
-    assert told(tracker.result(), "weight") == (0, 0)
+    assert told(tracker.result(), "weight") == (0, 1, 0)
 
 
 @on_ranks(2)
@@ -141,30 +141,31 @@ def test_a_hook_is_called_with_its_state() -> None:
         tracker = track_origin(model, **again)  # type: ignore[arg-type]
     backward(model, bad=dist.get_rank() == 1)
     assert state
-    assert told(tracker.result(), "last.bias") == (1, 0)
+    assert told(tracker.result(), "last.bias") == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
-    ("mode", "bad", "rank"),
+    ("mode", "bad", "expected"),
     [
-        ("plain", {1: [1]}, 1),
-        ("static_graph", {0: [1], 1: [1]}, 1),
-        ("bucket views", {1: [1]}, 1),
-        ("reentrant", {2: [0, 1]}, 0),
+        ("plain", {1: [1]}, (1, 1, 1)),
+        ("plain", {0: [1], 1: [0]}, (1, 1, 0)),
+        ("plain", {2: [0, 1]}, (0, 2, 2)),
+        ("static_graph", {0: [1], 1: [0]}, (1, 1, 0)),
+        ("bucket views", {1: [1]}, (1, 1, 1)),
+        ("reentrant", {2: [0, 1]}, (0, 2, 2)),
+        ("not told apart", {0: [1]}, (1, 1, 0)),
     ],
 )
 @on_ranks(2)
-def test_accumulated_gradients_are_measured_when_they_are_reduced(
-    mode: str, bad: dict[int, list[int]], rank: int
-) -> None:
+def test_the_first_micro_batch_is_named(mode: str, bad: dict[int, list[int]], expected: Any) -> None:
     """Steps of three micro-batches, reduced in the last; ``bad`` says which ranks spoil which micro-batch.
 
     In some modes a forward pass without a backward pass follows; it must not count as a micro-batch.
     """
-    options = MODES.get(mode, {})
+    options, is_told_apart = MODES.get(mode, {}), mode != "not told apart"
     model = wrapped(**options)
     model.module.reentrant = mode == "reentrant"
-    tracker = track_origin(model)
+    tracker = track_origin(model, per_micro_batch=is_told_apart)
     if mode == "static_graph":  # then torch cannot do without a reduction in its first backward()
         backward(model, bad=False)
         tracker.result()
@@ -176,14 +177,14 @@ def test_accumulated_gradients_are_measured_when_they_are_reduced(
                 if number < 2 and not options:
                     model(torch.randn(3, 4))
         report = tracker.result()
-        assert report.micro_batches == 1
-        assert told(report, "last.bias") == ((rank, 0) if step else (None, None))
+        assert report.micro_batches == (3 if is_told_apart else 1)
+        assert told(report, "last.bias") == (expected if step else (None, 0, None))
         model.zero_grad()
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("inside", "per_micro_batch"), [(False, True), (True, False)])
 @on_ranks(2)
-def test_compiled_models(inside: bool) -> None:
+def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
     """Two micro-batches, the first not reduced and bad on rank 1; compiled is the module inside DDP or DDP itself."""
     if inside:
         model = DistributedDataParallel(torch.compile(Net(), backend="eager"))
@@ -191,7 +192,7 @@ def test_compiled_models(inside: bool) -> None:
     else:
         model = DistributedDataParallel(Net())
         called, last = torch.compile(model, backend="eager"), model.module.last
-    tracker = track_origin(called)
+    tracker = track_origin(called, per_micro_batch=per_micro_batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", r"`torch\.jit\.script", DeprecationWarning)
@@ -203,7 +204,7 @@ def test_compiled_models(inside: bool) -> None:
     report = tracker.result()
     name = "_orig_mod.last.bias" if inside else "last.bias"
     assert report.nonfinite == (name,)
-    assert told(report, name) == (1, 0)
+    assert told(report, name) == (1, 1, 0)
 
 
 @on_ranks(2)
@@ -219,7 +220,7 @@ def test_every_reduction_is_a_micro_batch() -> None:
         "caused by rank 1 alone (of 2) in micro-batch 1 of 3 (counted from 0): 1 gradient\n"
         "  last.bias: 1 NaN of 2 elements"
     )
-    assert told(report, "last.bias") == (1, 1)
+    assert told(report, "last.bias") == (1, 1, 1)
     assert str(report) == text
 
 
@@ -268,7 +269,7 @@ def test_ddp_takes_one_hook_for_life() -> None:
     model = wrapped()
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
         track_origin(model, fp16_compress_hook, backend="fast")
-    tracker = track_origin(model)
+    tracker = track_origin(model, per_micro_batch=True)
     with pytest.raises(RuntimeError, match="already tracked; call remove"):
         track_origin(model)
     tracker.remove()
@@ -284,7 +285,7 @@ def test_ddp_takes_one_hook_for_life() -> None:
     again.reset()  # drops an abandoned step
     model.zero_grad()
     backward(model, bad=dist.get_rank() == 1)
-    assert told(again.result(), "last.bias") == (1, 0)
+    assert told(again.result(), "last.bias") == (1, 1, 0)
 
     with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Net"):
         track_origin(Net())  # type: ignore[arg-type]
@@ -304,7 +305,7 @@ def test_finite_gradients_cost_one_reduction() -> None:
 @on_ranks(2)
 def test_a_model_is_not_kept_alive_by_its_tracker() -> None:
     model = wrapped()
-    tracker = track_origin(model)
+    tracker = track_origin(model, per_micro_batch=True)
     backward(model, bad=False)
     alive = weakref.ref(model.module.first.weight)
     del model, tracker

@@ -240,6 +240,7 @@ def with_buffer(tensor: Tensor) -> nn.Module:
 def test_one_rank_has_no_replicas_and_bad_arguments_get_a_sentence() -> None:
     model, optimizer = trained()
     assert str(verify_replicas(model)) == "gradstat: nothing to compare: no tensor is replicated"
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     twice = [("a", model.last.bias), ("a", model.last.bias)]
     for target, options, error, match in (
         (model, {"what": ("grads",)}, ValueError, "cannot compare grads; known: gradients, parameters, buffers, state"),
@@ -252,6 +253,7 @@ def test_one_rank_has_no_replicas_and_bad_arguments_get_a_sentence() -> None:
             (with_buffer(tensor), {"what": "buffers"}, TypeError, "has a layout that cannot be compared")
             for tensor in unusual_layouts()
         ),
+        (model, {"group": dist.group.WORLD, "mesh": mesh}, ValueError, "a group or a mesh, not both"),
     ):
         with pytest.raises(error, match=match):
             verify_replicas(target, **options)  # type: ignore[arg-type]
@@ -284,15 +286,15 @@ def test_shards_are_compared_only_where_they_are_replicated(name: str) -> None:
 
 
 @on_ranks(4)
-def test_plain_tensors_are_compared_over_the_group_given_and_distributed_ones_over_their_own() -> None:
+def test_plain_tensors_are_compared_over_the_mesh_given_and_distributed_ones_over_their_own() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
     parameter = nn.Parameter(torch.full((3,), float(mesh.get_local_rank("stages"))))
-    assert verify_replicas(parameter, what="parameters", group=mesh.get_group("replicas")).ok
-    (drift,) = verify_replicas(parameter, what="parameters").drifted
+    assert verify_replicas(parameter, what="parameters", mesh=mesh["replicas"]).ok
+    (drift,) = verify_replicas(parameter, what="parameters", mesh=mesh).drifted
     assert drift.ranks == (0, 1, 2, 3)
     tensor = distribute_tensor(torch.ones(4), mesh["stages"], [Replicate()])
     on_one = nn.Parameter(tensor if mesh.get_local_rank("stages") else tensor.to_local())
-    (drift,) = verify_replicas(on_one, what="parameters", group=mesh.get_group("stages")).drifted
+    (drift,) = verify_replicas(on_one, what="parameters", mesh=mesh["stages"]).drifted
     first, second = mesh["stages"].mesh.tolist()
     assert drift.ranks == (first, second)
     placed = f"float32[4] as (Replicate(),) over ('stages',)(2,) on rank {second}"

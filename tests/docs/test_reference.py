@@ -189,7 +189,7 @@ ddp_model = nn.parallel.DistributedDataParallel(model)
 }
 # What is done behind an example, whatever became of it: what it defines is called, what began is ended.
 AFTERWARDS = {
-    "gradstat.monitor.assert_healthy": "test_training()",
+    "gradstat.monitor.assert_healthy": "test_training(assert_healthy)",
     "gradstat.integrations.loggers.ReportLogger": "writer.close()",
     "gradstat.distributed.track_origin": "dist.destroy_process_group()",
 }

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from helpers.devices import parameters_with, unscale_
 from helpers.exact import ExactStats, Floats, assert_rows, expect, rounded_product, tolerance_of
-from helpers.fuzz import FLOAT8, KIND_OF, Batch, Memory, decoded_from, view_of
+from helpers.fuzz import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
 from torch import Tensor, nn
 
 import gradstat
@@ -113,7 +113,7 @@ def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
     assert_rows(kernels.unit_stats([batch.tensors[i] for i in few]), exact_stats, dtypes, where)
     assert_unchanged(batch, before)
     products, numbers = {}, []
-    chosen = [i for i in few if batch.recipes[i].is_dense]
+    chosen = [i for i in few if is_scaled_by(backend, batch.recipes[i])]
     for i in chosen:
         count = batch.recipes[i].shape[0] if len(batch.recipes[i].shape) > 1 else 1
         own = np.array([source.choice((1.0, 0.0, -0.37, 3.7)) for _ in range(count)])
@@ -123,6 +123,10 @@ def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
         by = torch.tensor(numbers, dtype=torch.float64, device=device)
         kernels.scale_units_([batch.tensors[i] for i in chosen], by)
         assert_products(batch, before, products)
+
+
+def is_scaled_by(backend: str, recipe: Recipe) -> bool:
+    return recipe.is_dense and not (backend == "triton" and recipe.dtype in FLOAT8)
 
 
 def norm_of(exact_stats: Sequence[ExactStats], infinity: bool = False) -> float:
@@ -177,7 +181,8 @@ def judge_total_norm(batch: Batch, source: random.Random, backend: str) -> None:
 
 def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
     """Clips the gradients that can be clipped. Adding an expanded gradient raises and changes nothing."""
-    writable = batch.only(lambda recipe: not recipe.is_expanded)
+    refused = FLOAT8 if backend == "triton" else ()
+    writable = batch.only(lambda recipe: not recipe.is_expanded and recipe.dtype not in refused)
     before, every = batch.memory(), batch.exact_stats()
     gradients = [batch.tensors[i] for i in writable]
     dtypes = [batch.recipes[i].dtype for i in writable]
@@ -245,7 +250,7 @@ def product(values: Floats, multipliers: float | Floats, dtype: torch.dtype) -> 
 
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     """Scales by a multiplier per tensor, then by a factor while measuring; through torch's dispatcher or directly."""
-    chosen = batch.only(lambda recipe: recipe.is_dense)
+    chosen = batch.only(lambda recipe: is_scaled_by(backend, recipe))
     if not chosen:
         return
     tensors = [batch.tensors[i] for i in chosen]

@@ -294,7 +294,7 @@ def test_a_report_keeps_nothing_of_the_model(way: str) -> None:
         "parameters": lambda m, _: gradstat.check(m.parameters()),
         "pairs": lambda m, _: gradstat.check(m.named_parameters()),
         "one": lambda m, _: gradstat.check(m[0].weight),
-        "step": lambda _, o: gradstat.guarded_step(o).report.result(),
+        "step": lambda m, o: gradstat.guarded_step(o, model=m).report.result(),
     }
     model, optimizer = net()
     model(torch.randn(4, 3)).sum().backward()

@@ -804,10 +804,10 @@ def test_names_that_mean_harm_reach_no_terminal(name: str) -> None:
     policy = {"error": ("warn", "raise"), "warning": "record"}
     monitor = gradstat.Monitor(model, torch.optim.SGD(model.parameters()), on_anomaly=policy, replay=step)
     texts = [str(gradstat.check(model))]  # it has no gradient yet
-    micro_batches = gradstat.MicroBatches(model)
-    step()
-    micro_batches.check()
-    texts += [str(micro_batches.result())]
+    with gradstat.MicroBatches(model) as micro_batches:
+        step()
+        micro_batches.check()
+        texts += [str(micro_batches.result())]
     report = gradstat.check(model)
     with pytest.raises(gradstat.NonFiniteGradientError) as bad:
         report.raise_if_nonfinite()
@@ -894,7 +894,7 @@ STEPS = Recording(np.arange(9), {"loss": np.arange(9.0)}, {})
 LINEAR = nn.Linear(2, 1)
 CALLS: dict[str, Any] = {
     "on_anomaly watch rules save_to options": partial(gradstat.Monitor, LINEAR),
-    "scaler extra_groups": partial(gradstat.guarded_step, torch.optim.SGD(LINEAR.parameters())),
+    "scaler closure model extra_groups": partial(gradstat.guarded_step, torch.optim.SGD(LINEAR.parameters())),
     "max_norm norm_type extra_groups": partial(gradstat.clip_grad_norm_, [*LINEAR.parameters()], max_norm=1.0),
     "tensors": gradstat.stats,
     "scale max_loss max_norm": gradstat.SpikeGuard,

@@ -279,7 +279,7 @@ def test_half_gradients_are_refused_before_any_is_touched(way: str) -> None:
 @pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 def test_a_guarded_step_takes_a_scaler_that_has_found_something_and_not_stepped(kind: str) -> None:
     _, optimizer, scaler = scaled(kind)
-    disabled = gradstat.guarded_step(optimizer, scaler=GradScaler("cpu", enabled=False))
+    disabled = gradstat.guarded_step(optimizer, scaler=GradScaler("cpu", enabled=False), skip_nonfinite=False)
     assert disabled.report.result().loss_scale is None
     gradstat.guarded_step(optimizer, scaler=scaler)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):

@@ -197,6 +197,7 @@ def test_neither_a_spike_nor_a_nan_loss_leaves_a_trace(kind: str, device: str) -
         assert bool(result.skipped) is bool(result.refused) is spike
         assert result.report.result().refused == (("loss", "norm") if spike else ())
         assert all(map(torch.equal, before, training.held())) is spike
+        assert result.loss is not None
     assert guard.read(wait=True) == gradstat.GuardCounts(20, 3, 3, 3, 0, 0, ())
     assert result.counters.read(wait=True) == gradstat.StepCounts(20, 3, 0)
     before = training.held()
@@ -263,6 +264,22 @@ def test_an_adaptive_clip_does_not_see_what_was_refused(make: Any, kind: str) ->
     torch.testing.assert_close(clip.state_dict()["tensors"], without.state_dict()["tensors"], equal_nan=True)
 
 
+def test_a_closure_gives_the_loss_and_gradients_may_be_accumulated() -> None:
+    training, guard = Training(), SpikeGuard(max_loss=50.0)
+
+    def closure(factor: float) -> Tensor:
+        training.optimizer.zero_grad()
+        parts = [training.loss(part, factor) / 2 for part in range(2)]
+        for part in parts:
+            part.backward()
+        return parts[0] + parts[1]
+
+    for factor in (1.0, 1e3):
+        result = gradstat.guarded_step(training.optimizer, 1.0, guard=guard, closure=partial(closure, factor))
+        assert bool(result.refused) is (factor > 1)
+    assert guard.read().reasons == ("loss",)
+
+
 @pytest.mark.parametrize("make", [SpikeGuard, SpikeGuard.sigma])
 def test_a_saved_guard_continues_identically(make: Any, tmp_path: Any) -> None:
     first, where = make(window=12), ("native", "cpu")
@@ -306,6 +323,7 @@ def test_misuse_is_told_before_anything_changes() -> None:
     training.step(0, guard)
     training.loss(1).backward()
     before, counts = training.held(), guard.read()
+    lbfgs = torch.optim.LBFGS(training.model.parameters())
     loss = torch.tensor(1.0)
     for error, message, options in (
         (TypeError, r"expected a tensor with one element, got float.*loss\.item\(\)", {"loss": 1.0, "guard": guard}),
@@ -313,6 +331,9 @@ def test_misuse_is_told_before_anything_changes() -> None:
         (ValueError, r"loss is a tensor of shape \(\) and torch\.int64", {"loss": loss.long(), "guard": guard}),
         (ValueError, r"loss is used only with a guard; pass guard=gradstat\.SpikeGuard\(\)", {"loss": loss}),
         (TypeError, r"guard: expected a gradstat\.SpikeGuard, got float", {"guard": 6.0}),
+        (ValueError, "leave skip_nonfinite=True", {"guard": guard, "skip_nonfinite": False}),
+        (ValueError, "the closure already returns the loss", {"guard": guard, "loss": loss, "closure": lambda: loss}),
+        (ValueError, "LBFGS evaluates the loss", {"guard": guard, "closure": lambda: loss, "optimizer": lbfgs}),
         (ValueError, "AdaGC changes gradients", {"guard": SpikeGuard(scale=0.5), "max_norm": AdaGC()}),
     ):
         with pytest.raises(error, match=message):

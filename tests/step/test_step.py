@@ -7,6 +7,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
     "AdamW with a step of its own": (OwnStep, False),
     "AdamW": (lambda ps: torch.optim.AdamW(ps, lr=0.01), False),
     "Adamax": (lambda ps: torch.optim.Adamax(ps, lr=0.01), False),
+    "LBFGS": (lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3), False),
     "Muon": (lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01), False),
     "NAdam": (lambda ps: torch.optim.NAdam(ps, lr=0.01), False),
     "RAdam": (lambda ps: torch.optim.RAdam(ps, lr=0.01), False),
@@ -90,7 +92,8 @@ def network(device: str = "cpu") -> nn.Module:
 def loss_of(model: nn.Module, seed: int) -> Tensor:
     generator, is_embedding = torch.Generator().manual_seed(seed), isinstance(model, nn.Embedding)
     data = torch.randint(0, 10, (5,), generator=generator) if is_embedding else torch.randn(4, 6, generator=generator)
-    return model(data.to(next(model.parameters()).device)).square().sum()  # type: ignore[no-any-return]
+    parameter = next(model.parameters())
+    return model(data.to(parameter.device if is_embedding else parameter)).square().sum()  # type: ignore[no-any-return]
 
 
 def spoil(optimizer: Optimizer, bad: float) -> None:
@@ -141,7 +144,7 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
 def test_the_table_names_every_optimizer_of_torch() -> None:
     named = {name.split()[0] for name in OPTIMIZERS}
     kinds = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and issubclass(kind, Optimizer)}
-    assert named == kinds - {"Optimizer", "LBFGS"}
+    assert named == kinds - {"Optimizer"}
 
 
 @pytest.mark.usefixtures("_poisoned")  # a skipped first step leaves no garbage in the momentum of a fused SGD
@@ -152,24 +155,37 @@ def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None
     if "fused" in kind:
         skip_unless_fused(make, device)
     model = nn.Embedding(10, 4, sparse=True).to(device) if kind == "SparseAdam" else network(device)
+    if kind == "LBFGS":  # its estimate of curvature amplifies roundings
+        model = model.double()
     twin = copy.deepcopy(model)
     ours, theirs = make(model.parameters()), make(twin.parameters())
     assert optimizers.honors_found_inf(ours) is honors
     outcomes = []
+
+    def evaluate(module: nn.Module, optimizer: Optimizer, step: int, bad: float | None) -> Tensor:
+        loss = backward(module, optimizer, step, bad)
+        if optimizer is theirs and max_norm is not None:
+            clip_ = gradstat.clip_grad_norm_ if kind == "SparseAdam" else nn.utils.clip_grad_norm_
+            clip_([p for group in theirs.param_groups for p in group["params"]], max_norm)
+        return loss
+
     for step, bad in enumerate([math.nan, None, None, math.inf, -math.inf, None, None, None]):
         before = snapshot(model, ours)
-        backward(model, ours, step, bad)
-        result = gradstat.guarded_step(ours, max_norm)
+        closure, plain = partial(evaluate, model, ours, step, bad), partial(evaluate, twin, theirs, step, bad)
+        if kind == "LBFGS":
+            result = gradstat.guarded_step(ours, max_norm, closure=closure)
+        else:
+            closure()
+            result = gradstat.guarded_step(ours, max_norm)
         outcomes.append(bool(result.skipped))
         assert bool(result.total_norm.isfinite()) is (bad is None)
         if bad is not None:
             assert is_as_before(model, before[0])
             assert_same_state(ours.state_dict(), before[1])
+        elif kind == "LBFGS":
+            theirs.step(plain)
         else:
-            backward(twin, theirs, step)
-            if max_norm is not None:
-                clip_ = gradstat.clip_grad_norm_ if kind == "SparseAdam" else nn.utils.clip_grad_norm_
-                clip_([p for group in theirs.param_groups for p in group["params"]], max_norm)
+            plain()
             theirs.step()
         assert_same_parameters(model, twin, rtol=2e-5, atol=1e-6)
         assert_same_state(ours.state_dict(), theirs.state_dict())
@@ -200,6 +216,52 @@ def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: py
         guard.load_state_dict(state)
         assert not result.skipped
     assert guard.read().steps == 6
+
+
+def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record.StepRecord, "on_host", lambda self: pytest.fail("a host sync"))
+    model, optimizer = trained("RMSprop", bad=math.nan)
+    result = gradstat.guarded_step(optimizer, 1.0, skip_nonfinite=False)
+    assert not result.skipped
+    assert result.counters.read() == gradstat.StepCounts(1, 0, 0)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
+def test_a_closure_is_evaluated_once_and_its_loss_returned(kind: str) -> None:
+    model, optimizer = trained(kind)
+    seen = []
+
+    def closure() -> Tensor:
+        seen.append(backward(model, optimizer))
+        return seen[-1]
+
+    with torch.no_grad():
+        result = gradstat.guarded_step(optimizer, 1.0, closure=closure)
+    assert seen == [result.loss]
+    assert gradstat.guarded_step(optimizer, closure=lambda: closure() and None).loss is None
+
+
+def test_lbfgs_goes_back_if_a_later_evaluation_is_not_finite() -> None:
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    evaluations = 0
+
+    def closure() -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        return backward(model, optimizer, bad=math.nan if evaluations in (7, 8) else None)
+
+    assert not gradstat.guarded_step(optimizer, closure=closure).skipped
+    before = snapshot(model, optimizer)
+    result = gradstat.guarded_step(optimizer, closure=closure)
+    assert evaluations == 7, "in the middle of the second step"
+    assert result.skipped
+    assert is_as_before(model, before[0])
+    assert str(optimizer.state_dict()) == str(before[1])
+    assert gradstat.guarded_step(optimizer, closure=closure).skipped
+    assert not gradstat.guarded_step(optimizer, closure=closure).skipped
+    assert result.counters.read() == gradstat.StepCounts(4, 2, 0)
 
 
 def test_differentiable_optimizers_step_as_after_torchs_clip() -> None:
@@ -266,17 +328,14 @@ def test_every_dtype_and_backend(dtype: torch.dtype, fused: bool, where: tuple[s
 
 
 def test_the_report_has_the_gradients_as_they_were_under_the_models_names() -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.named_parameters(), fused=True)
-    backward(model, optimizer, bad=math.inf)
+    model, optimizer = trained("AdamW fused", bad=math.inf)
     expected = gradstat.check(model)
-    report = gradstat.guarded_step(optimizer, 1e-3).report.result()
+    report = gradstat.guarded_step(optimizer, 1e-3, model=model).report.result()
     assert str(report) == str(expected)
     assert report.names == tuple(name for name, _ in model.named_parameters())
     assert report.loss_scale is None
     next(iter(model.parameters())).grad = None
-    unnamed = torch.optim.AdamW(model.parameters(), fused=True)
-    report = gradstat.guarded_step(unnamed, 1e-3).report.result()
+    report = gradstat.guarded_step(optimizer, 1e-3).report.result()
     assert (report.names[0], report.missing) == ("group0.1", ("group0.0",))
 
 
@@ -285,7 +344,7 @@ def test_a_result_keeps_no_gradient_and_nothing_the_counters_alive() -> None:
     with pytest.raises(KeyError, match=r"has not been stepped by gradstat\.guarded_step yet"):
         gradstat.step_counters(optimizer)
     gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
-    result = gradstat.guarded_step(optimizer, 1.0)
+    result = gradstat.guarded_step(optimizer, 1.0, model=model)
     report = result.report
     optimizer.zero_grad()
     gc.collect()
@@ -303,10 +362,16 @@ def test_without_gradients_nothing_happens_and_the_counters_stay_where_they_are(
     for each in (empty, optimizer):
         result = gradstat.guarded_step(each, 1.0)
         assert (result.total_norm, bool(result.skipped), len(result.report.result())) == (0.0, False, 0)
-    options: dict[str, Any]
-    for options in ({}, {"guard": gradstat.SpikeGuard()}):
-        made = counters._counters[optimizer] = counters.StepCounters(torch.device("meta"))
-        assert gradstat.guarded_step(optimizer, **options).counters is made
+        assert pickle.loads(pickle.dumps(result)).total_norm == 0
+    lbfgs = torch.optim.LBFGS(network().parameters())
+    for stepped, options in (
+        (optimizer, {}),
+        (optimizer, {"skip_nonfinite": False}),
+        (optimizer, {"guard": gradstat.SpikeGuard()}),
+        (lbfgs, {"closure": lambda: torch.zeros(())}),
+    ):
+        made = counters._counters[stepped] = counters.StepCounters(torch.device("meta"))
+        assert gradstat.guarded_step(stepped, **options).counters is made  # type: ignore[arg-type]
 
 
 CLIPS: dict[str, Callable[[], gradstat.adaptive.AdaptiveClip]] = {
@@ -514,28 +579,53 @@ def test_bad_arguments_are_refused_before_anything_changes() -> None:
             gradstat.guarded_step(optimizer)
         delattr(optimizer, name)
     wrapper = SimpleNamespace(optimizer=optimizer)
+    adaptive: dict[str, Any] = {"max_norm": gradstat.AutoClip(), "optimizer": lbfgs, "closure": lambda: None}
+    scaled = {"scaler": torch.amp.GradScaler("cpu")}
+    scaled["scaler"].scale(torch.ones(()))
     for error, message, options in (
         (TypeError, r"expected a torch\.optim\.Optimizer, got Sequential$", {"optimizer": model}),
         (TypeError, r"got SimpleNamespace; pass the optimizer it wraps, `\.optimizer`", {"optimizer": wrapper}),
         (TypeError, "max_norm: expected a number, an adaptive clip or None, got bool", {"max_norm": True}),
         (AssertionError, "Attempted guarded_step but _scale is None", {"scaler": torch.amp.GradScaler("cpu")}),
-        (ValueError, r"LBFGS evaluates the loss several times in a step.*step\(closure\)", {"optimizer": lbfgs}),
+        (ValueError, "leave skip_nonfinite=True", {**scaled, "skip_nonfinite": False}),
+        (RuntimeError, "a closure cannot be combined with a loss scaler", {**scaled, "closure": lambda: None}),
+        (ValueError, "LBFGS evaluates the loss several times in a step; pass closure=", {"optimizer": lbfgs}),
+        (ValueError, "LBFGS needs the loss, but the closure returned None", {**adaptive, "max_norm": None}),
+        (ValueError, "an adaptive clip would count each evaluation as a step", adaptive),
     ):
         with pytest.raises(error, match=message):
             gradstat.guarded_step(**{"optimizer": optimizer, **options})
     assert str(before) == str(snapshot(model, optimizer))
 
 
-@pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_whose_hook_raised_is_not_counted(fused: bool, guarded: bool) -> None:
+def test_a_result_can_be_sent_to_another_process(fused: bool) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.named_parameters(), fused=fused)
+    for bad in (None, math.nan):
+        loss = backward(model, optimizer, bad=bad)
+        result = gradstat.guarded_step(optimizer, 1.0, loss=loss, guard=gradstat.SpikeGuard())
+        sent = pickle.loads(pickle.dumps(result))
+        assert type(sent) is gradstat.StepResult
+        assert repr(sent) == repr(result)
+        assert bool(sent.skipped) is (bad is not None)
+        assert bool(sent.refused) == bool(result.refused)
+        assert sent.loss == loss.detach()
+        assert sent.counters.read() == result.counters.read()
+        assert sent.report.result().to_dict() == result.report.result().to_dict()
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_whose_hook_raised_is_not_counted(fused: bool, skips: bool, guarded: bool) -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
-    guard = gradstat.SpikeGuard() if guarded else None
+    guard = gradstat.SpikeGuard() if guarded and skips else None
 
     def step() -> gradstat.StepCounts:
         parameter.grad = torch.ones(3)
-        gradstat.guarded_step(optimizer, 1e9, guard=guard)
+        gradstat.guarded_step(optimizer, 1e9, skips, guard=guard)
         return gradstat.step_counters(optimizer).read(wait=True)
 
     def fail(*_: object) -> None:

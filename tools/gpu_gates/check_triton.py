@@ -57,7 +57,7 @@ GATES = (
     Gate(
         stats.stats_kernel,
         {"table": "*i64", "rows": "*fp64", "tickets": "*i32", "out": "*fp64", "tensors": "i32", "chunks": "i32"},
-        loops=((stats._read_tile, "tl.load(pointer + step * STEP + offsets)", 4 * stats.UNROLL.value),),
+        loops=((stats._read_tile, "tl.load(pointer + step * STEP + offsets)", 7 * stats.UNROLL.value),),
         warps=stats.WARPS,
     ),
     Gate(
