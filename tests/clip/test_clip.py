@@ -34,6 +34,7 @@ Clip = Callable[..., Tensor]
 WAYS: list[Clip] = [gradstat.clip_grad_norm_, in_halves]
 both_ways = pytest.mark.parametrize("clip", WAYS, ids=["at once", "in halves"])
 
+NO_FOREACH = "foreach=True was passed, but can't use the foreach API on meta tensors"
 ORDERS = [2.0, math.inf, 1.0, 0.0, 0.5, 3.0, -1.0, -math.inf]
 
 
@@ -203,6 +204,11 @@ PAIRS: Any = [torch.ones(1), None]
         (norm_of, ([torch.ones(1).long()],), TypeError, r"tensors\[0\].*int64"),
         (partial(norm_of, backend="native"), (META, 3.0), ValueError, "meta"),
         (partial(norm_of, backend="fast"), (GIVEN, 3.0), ValueError, "unknown backend"),
+        *(
+            (partial(call, foreach=foreach), (META, 1.0, 1.0)[:count], error, message)
+            for call, count in ((gradstat.clip_grad_norm_, 2), (norm_of, 1), (clip_with_norm, 3))
+            for foreach, error, message in ((True, RuntimeError, NO_FOREACH), (False, ValueError, "^(?!foreach)"))
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_changes(
