@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -33,11 +34,11 @@ class Listener(Protocol):
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """The change is done, or has failed."""
 
-    def before_backward(self) -> None:
-        """A backward pass begins that adds to the gradients of leaves."""
-
     def after_backward(self, losses: Sequence[Tensor]) -> None:
-        """It is done; ``losses`` are its roots, if all are single numbers that no gradient was given for."""
+        """A backward pass is done that has reached the listener, as it has noted itself in `running_pass`.
+
+        ``losses`` are its roots, if all are single numbers that no gradient was given for.
+        """
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """``optimizer.step`` begins; returns the closure to call in place of ``closure``, which may be None."""
@@ -46,7 +47,22 @@ class Listener(Protocol):
         """A step of ``optimizer`` has ended, or was skipped."""
 
 
+class BackwardPass:
+    """A running backward pass.
+
+    Attributes:
+        thread: The one that called it.
+        reached: The listeners that hear of its end.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.reached: list[Listener] = []
+
+
 _listeners: list[weakref.ref[Any]] = []
+_passes: list[BackwardPass] = []  # that are running, in all threads
+_pass: ContextVar[BackwardPass | None] = ContextVar("_pass", default=None)  # that this thread has called
 _NOBODY = contextlib.nullcontext()
 # A clip may be made of others: torch's of its two halves, for example. Only the outermost is announced.
 _within = threading.local()
@@ -59,7 +75,10 @@ def add(listener: Listener) -> None:
 
 def discard(listener: Listener) -> None:
     """The inverse of `add`; does nothing for one that does not listen."""
-    _listeners[:] = [reference for reference in _listeners if reference() not in (listener, None)]
+    for reference in tuple(_listeners):  # removed one by one, since another thread may add one
+        if reference() in (listener, None):
+            with contextlib.suppress(ValueError):
+                _listeners.remove(reference)
 
 
 def listeners() -> list[Any]:
@@ -92,13 +111,39 @@ def _announced(parameters: Sequence[Tensor], scaler: Any, loss: Any) -> Iterator
 
 @contextlib.contextmanager
 def backward(losses: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which a backward pass from ``losses`` runs, as in `Listener.after_backward`."""
-    listening = listeners()
-    for listener in listening:
-        listener.before_backward()
-    yield
-    for listener in listening:
-        listener.after_backward(losses)
+    """A context in which a backward pass from ``losses`` runs, as in `Listener.after_backward`.
+
+    What it reaches is its own. One inside of it, as of reentrant checkpointing, is a part of it.
+    """
+    outer = running_pass()
+    running = outer or BackwardPass()
+    token = _pass.set(running)
+    if outer is None:
+        _passes.append(running)
+    try:
+        yield
+    finally:
+        _pass.reset(token)
+        if outer is None:
+            _passes.remove(running)
+    if outer is None:
+        for listener in running.reached:
+            listener.after_backward(losses)
+
+
+def running_pass(on_cpu: bool = False) -> BackwardPass | None:
+    """The announced backward pass that the caller, a hook for example, is called in; None if there is none.
+
+    ``on_cpu``: the caller is certainly in the thread that has called the pass, as for a tensor on the CPU.
+    """
+    known = _pass.get()
+    if known is not None or on_cpu or torch._C._current_graph_task_id() < 0:
+        return known
+    # A thread of autograd's engine, which has one for each device: newer torchs take the caller's context there.
+    if torch._C._is_key_in_tls("context"):
+        of_caller: BackwardPass | None = torch._C._get_obj_in_tls("context").get(_pass)
+        return of_caller
+    return _passes[0] if len(_passes) == 1 else None
 
 
 def step_begins(optimizer: Optimizer, closure: Closure | None) -> Closure | None:

@@ -6,6 +6,7 @@ hooks of optimizers are those of `gradstat._step.decision`, and stay.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,8 +28,17 @@ _clips: list[Layer] = []  # and of the backward pass
 _layers: list[Layer] = []  # of scalers
 _scaler_kinds: set[type[GradScaler]] = set()  # those whose methods are wrapped
 _seekers: weakref.WeakSet[Any] = weakref.WeakSet()
-# The losses that each scaler has scaled since the last `losses_scaled_by`.
-_losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
+
+
+class _Scaled(threading.local):
+    """What scalers have scaled in a thread, since another one may train another model."""
+
+    def __init__(self) -> None:
+        # By scaler, the losses since the last `losses_scaled_by`.
+        self.losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
+
+
+_scaled = _Scaled()
 
 
 def listen(listener: announce.Listener) -> None:
@@ -66,7 +76,8 @@ def seek_scaler(seeker: object) -> None:
 def end_seeking(seeker: object) -> None:
     """The inverse of `seek_scaler`; does nothing for one that does not seek."""
     if seeker in _seekers:
-        _seekers.discard(seeker)
+        with lock:
+            _seekers.discard(seeker)
         _restore_if_unused()
 
 
@@ -77,23 +88,23 @@ def _restore_if_unused() -> None:
         while layers := _clips or _layers:  # the collection of another listener may come in between
             layers.pop().remove()
         _scaler_kinds.clear()
-        _losses.clear()
+        _scaled.losses.clear()
 
 
 def has_losses() -> bool:
-    """Whether a scaler has scaled losses that `losses_scaled_by` has not returned yet."""
-    return bool(_losses)
+    """Whether a scaler has scaled losses in this thread that `losses_scaled_by` has not returned yet."""
+    return bool(_scaled.losses)
 
 
 def only_scaler() -> GradScaler | None:
-    """The scaler that has scaled losses which nobody asked for yet, if there is exactly one."""
-    scalers = list(_losses)
+    """The scaler that has scaled losses in this thread which nobody asked for yet, if there is exactly one."""
+    scalers = list(_scaled.losses)
     return scalers[0] if len(scalers) == 1 else None
 
 
 def losses_scaled_by(scaler: object) -> list[Tensor]:
-    """The losses, before they were scaled, since the last call, ``[]`` each; at most the last 64."""
-    return list(_losses.pop(scaler, ())) if isinstance(scaler, GradScaler) else []
+    """The losses, before this thread scaled them, since the last call, ``[]`` each; at most the last 64."""
+    return list(_scaled.losses.pop(scaler, ())) if isinstance(scaler, GradScaler) else []
 
 
 def _wrap_scalers(kind: type[GradScaler]) -> None:
@@ -151,5 +162,5 @@ def _scale(layer: Layer, scaler: GradScaler, outputs: Any, *args: Any, **kwargs:
         if type(scaler) not in _scaler_kinds:  # a class that was defined later
             with lock:
                 _wrap_scalers(type(scaler))
-        _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
+        _scaled.losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
     return layer.below(scaler, outputs, *args, **kwargs)

@@ -7,13 +7,15 @@ What only the program or its framework knows, the listener asks the monitor's `S
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradstat._core import announce
 from gradstat._core.announce import Closure
 from gradstat._core.parameters import named_parameters_of
 from gradstat._core.warn import warn
@@ -22,14 +24,12 @@ from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.record import clip_before_step
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
+from gradstat.monitor.backward_passes import BackwardPasses, State, is_same, state_of
 from gradstat.monitor.monitor import Monitor
 from gradstat.rules.rows import Observation
 
 _UNUSED = 50  # so many gradients in a row that no step uses are told; four times as many before the first step
 _CLIPS = "calls of clips and loss scalers could not be tracked"
-# A gradient, if there is one, and its version, which another backward pass changes.
-_State: TypeAlias = tuple[weakref.ref[Tensor] | None, int]
-_listening: weakref.WeakSet[StepListener] = weakref.WeakSet()
 
 
 class StepListener:
@@ -46,12 +46,11 @@ class StepListener:
         self.monitor, self.optimizer, self._max_norm = monitor, optimizer, max_norm
         self._source, self._recorder = monitor.source, monitor.recorder
         # The first of the gradients that have been measured, and of those that the last step has used.
-        self._measured: _State | None = None
-        self._used: _State | None = None
-        # Some parameter, and its gradient before the running backward pass and after the last one.
-        self._followed: Callable[[], Tensor | None] = lambda: None
-        self._before: _State = None, 0
-        self._after: _State = None, 0
+        self._measured: State | None = None
+        self._used: State | None = None
+        self._passes = BackwardPasses(monitor.recorder.inner, self.hear)
+        self._thread: int | None = None  # that trains; another one's announcements may concern another model
+        self._known: Sequence[Tensor] = ()  # what was watched when it last looked
         self._roots: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
         # How often gradients were zeroed since the last step, and the version of that parameter then.
         self._unused = self._version = 0
@@ -64,13 +63,15 @@ class StepListener:
 
     def listen(self) -> None:
         """Begins to hear announcements."""
-        _listening.add(self)
         torch_calls.listen(self)
+        if not self._source.tells_backward:
+            with self._contained():
+                self._passes.hear_all(self._parameters())
 
     def remove(self) -> None:
         """Hears nothing any more."""
-        _listening.discard(self)
         torch_calls.leave(self)
+        self._passes.remove()
 
     # Announcements ---------------------------------------------------------------------------------------
 
@@ -103,41 +104,46 @@ class StepListener:
         """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
         if self.holds(parameters) and self._source.is_complete():
             with self._contained():
-                self._after, now = self._now(), _state_of(self._first_gradient())
+                self._passes.note()
+                now = state_of(self._first_gradient())
                 if self._clips_late:
                     self._used, self._clips_late = now, False
                 else:
                     self._measured = now
 
-    def before_backward(self) -> None:
-        """Notes the gradients; forgets the losses of those that were zeroed, and tells if nothing uses them."""
-        if self._source.tells_backward:
+    def hear(self, parameter: weakref.ref[Tensor], *_: Tensor) -> None:
+        """A hook on ``parameter``: a backward pass is about to add to its gradient, or has."""
+        reached = parameter()
+        assert reached is not None
+        running = announce.running_pass(reached.is_cpu)
+        if running is None:
             return
-        self._before = self._now()
-        if not _is_same(self._before, self._after):
-            self._roots.clear()
-            version = getattr(self._followed(), "_version", 0)
-            # Not in an evaluation, which may take gradients, and not if something else changes the parameter.
-            is_unused = version == self._version and self._source.wrapper.training
-            self._unused, self._version = self._unused + 1 if is_unused else 0, version
-            if self._unused == self._enough:
-                seen = [Observation("unused", self.monitor.steps, self._unused)]
-                self.monitor.responder.respond_to(self.monitor, seen)
+        if self not in running.reached:
+            running.reached.append(self)
+            self._thread = running.thread
+            self._passes.begin()
+        self._passes.reach(reached)
 
     def after_backward(self, losses: Sequence[Tensor]) -> None:
-        """Takes ``losses`` for those of the coming step, if the gradients have changed."""
-        if self._source.tells_backward:
-            return
+        """Takes ``losses`` for those of the coming step; forgets those of gradients that were zeroed.
+
+        Tells if no step uses any of them.
+        """
+        is_unused = False
         with self._contained():
-            self._after = self._now()
-            if self._after[0] is None:  # another parameter may have a gradient
-                followed = next((one for one in self._parameters() if one.grad is not None), None)
-                self._followed = (lambda: None) if followed is None else weakref.ref(followed)
-                self._after = self._now()
-            if not _is_same(self._before, self._after):
+            version, were_zeroed = self._passes.version, self._passes.end()
+            if were_zeroed:
+                self._roots.clear()
+                # Not in an evaluation, which may take gradients, and not if something else changes the parameter.
+                is_unused = version == self._version and self._source.wrapper.training
+                self._unused, self._version = self._unused + 1 if is_unused else 0, version
+            if were_zeroed is not None:
                 self._measured = None
                 self._roots += [loss.detach().reshape(()) for loss in losses]
                 self._recorder.saw_loss(losses)
+        if is_unused and self._unused == self._enough:
+            seen = [Observation("unused", self.monitor.steps, self._unused)]
+            self.monitor.responder.respond_to(self.monitor, seen)
 
     def saw_backward(self) -> None:
         """A backward pass has added to the gradients, as the source tells (`StepSource.tells_backward`)."""
@@ -146,7 +152,7 @@ class StepListener:
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """Measures and clips before ``optimizer`` steps, or in its closure, which computes the gradients."""
         if optimizer is self.optimizer:
-            self._steps_itself = True
+            self._steps_itself, self._thread = True, threading.get_ident()
         elif not self._steps_in_place(optimizer):
             return closure
         # A step that has raised in a hook or in the optimizer did not end.
@@ -193,12 +199,14 @@ class StepListener:
         monitor = self.monitor
         try:
             are_scaled = torch_calls.has_losses()
-            if are_scaled and scaler is None and len(_listening) == 1:
+            if are_scaled and scaler is None and len(announce.listeners()) == 1:
                 scaler = torch_calls.only_scaler()  # no other can have scaled these gradients
             if scaler is not None and monitor.scaler is None:
                 monitor.scaler = scaler
             if self._measured is not None and self.is_measured():
                 return
+            if not self._source.tells_backward:
+                self._passes.check(self._parameters())
             heard, self._roots = self._roots, []
             heard = torch_calls.losses_scaled_by(monitor.scaler) if are_scaled else heard
             loss = self._source.loss(heard if loss is None else [loss])
@@ -215,8 +223,8 @@ class StepListener:
         """Whether the current gradients have been measured: no backward pass has changed them since."""
         if self._measured is None or self._source.tells_backward:
             return self._measured is not None
-        now = _state_of(self._first_gradient())
-        return now[0] is None or _is_same(now, self._measured)
+        now = state_of(self._first_gradient())
+        return now[0] is None or is_same(now, self._measured)
 
     def holds(self, parameters: Sequence[object]) -> bool:
         """Whether any of ``parameters`` is watched."""
@@ -232,11 +240,14 @@ class StepListener:
         return self.monitor.unwatched.suppress_errors(self.monitor.steps, _CLIPS)
 
     def _parameters(self) -> Sequence[Tensor]:
-        return self._recorder.trained.named_parameters().parameters
+        """What is watched. In another thread than the one that trains, what was when that one looked last."""
+        if self._thread is None or self._thread == threading.get_ident():
+            self._known = self._recorder.trained.named_parameters().parameters
+        return self._known
 
     def _steps_in_place(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""
-        if self._steps_itself or any(listener.optimizer is optimizer for listener in _listening):
+        if self._steps_itself or any(listener.optimizer is optimizer for listener in announce.listeners()):
             return False
         if not self.holds(named_parameters_of(optimizer).parameters):
             self.others.add(type(optimizer).__name__)
@@ -247,27 +258,13 @@ class StepListener:
         """Whether a change of the current gradients has no effect: there are none, or the last step has used them."""
         is_none = is_used = False
         with self._contained():
-            now = _state_of(self._first_gradient())
-            is_none, is_used = now[0] is None, self._used is not None and _is_same(now, self._used)
+            now = state_of(self._first_gradient())
+            is_none, is_used = now[0] is None, self._used is not None and is_same(now, self._used)
         return is_none or is_used
 
     def _first_gradient(self) -> Tensor | None:
         gradients = (parameter.grad for parameter in self._parameters())
         return next((gradient for gradient in gradients if gradient is not None), None)
-
-    def _now(self) -> _State:
-        """The gradient of one parameter, if it has one, and its version: a look at all would take long."""
-        parameter = self._followed()
-        return _state_of(None if parameter is None else parameter.grad)
-
-
-def _state_of(gradient: Tensor | None) -> _State:
-    return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
-
-
-def _is_same(one: _State, other: _State) -> bool:
-    """Whether both are of one gradient in one version; references are compared by identity, as tensors cannot be."""
-    return one[0] is other[0] and one[1] == other[1]
 
 
 def _clip(optimizer: Optimizer, limit: Limit) -> None:

@@ -2,9 +2,11 @@
 
 import gc
 import math
+import threading
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -14,6 +16,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import gradstat
 from gradstat.monitor import AnomalyError, AnomalyWarning, Monitor
@@ -486,13 +489,22 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, mon
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("way", ["one", "micro-batches", "scaled", "GAN", "other", "elements", "given", "edge", "two"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("way", [
+    *("one", "micro-batches", "scaled", "GAN", "other", "elements", "given", "edge", "two"),
+    *("reentrant", "micro-batches with graphs", "halves", "thawed"),
+])  # fmt: skip
 def test_the_loss_is_the_root_of_the_backward_pass(way: str, set_to_none: bool) -> None:
     (model, optimizer, monitor), (other, _) = made_and_watched(), made()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=way == "scaled")
     expected = []
-    for _ in range(4):
-        losses = [model(torch.randn(8, 4)).square().mean() for _ in range(2)]
+    for step in range(4):
+        run: Any = partial(checkpoint, model, use_reentrant=True) if way == "reentrant" else model
+        losses = [run(torch.randn(8, 4, requires_grad=True)).square().mean() for _ in range(2)]
+        if way == "halves":  # take turns in training
+            losses = [sum(p.square().sum() for p in model[2 * (step % 2)].parameters()) for _ in range(2)]
+        elif way == "thawed":
+            model[0].requires_grad_(step > 1)
         if way == "GAN":  # a generator's loss, which also reaches the discriminator
             (model(other(torch.randn(8, 4)) @ torch.ones(2, 4)).mean()).backward()
         optimizer.zero_grad(set_to_none)
@@ -503,18 +515,120 @@ def test_the_loss_is_the_root_of_the_backward_pass(way: str, set_to_none: bool) 
         elif way == "two":
             torch.autograd.backward(losses)
         else:
-            scaler.scale(losses[0]).backward()
+            with_graph = way.endswith("graphs")
+            scaler.scale(losses[0]).backward(create_graph=with_graph)
             if way == "other":
                 other(torch.randn(8, 4)).square().mean().backward()
-            if way in ("micro-batches", "scaled"):
-                scaler.scale(losses[1]).backward()
+            if way.startswith("micro-batches") or way == "scaled":
+                scaler.scale(losses[1]).backward(create_graph=with_graph)
         scaler.step(optimizer)
         scaler.update()
-        used = 2 if way in ("micro-batches", "scaled", "two") else 1
+        used = 2 if way.startswith("micro-batches") or way in ("scaled", "two") else 1
         expected.append(sum(loss.item() for loss in losses[:used]))
     seen = monitor.recording().scalars.get("loss")
     assert (seen is None) == (way in no_losses)
     assert seen is None or seen.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+class Spied(nn.Parameter):
+    """A parameter that notes in which threads its gradient is read."""
+
+    readers: ClassVar[set[int]] = set()
+
+    @property
+    def grad(self) -> Any:
+        self.readers.add(threading.get_ident())
+        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_another_thread_trains_is_not_heard(watched: bool, steps: int) -> None:
+    """There autograd may be writing this model's gradients: to read one could end the process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    for layer in (model[0], model[2]):
+        layer.weight, layer.bias = Spied(layer.weight.detach()), Spied(layer.bias.detach())
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    handle = gradstat.auto(model, optimizer, on_anomaly="record")
+
+    def loss_of() -> Tensor:
+        loss = model(torch.randn(8, 4)).square().mean()
+        expected.append(loss.item())
+        return loss
+
+    def train_another() -> None:
+        other, of_other = made(fused=True)
+        if watched:
+            gradstat.auto(other, of_other, on_anomaly="record")
+        scaler = torch.amp.GradScaler("cpu")
+        train(other, of_other, 2, max_norm=1.0)
+        train(other, of_other, 2, scaler=scaler, max_norm=1.0)
+        torch.nn.utils.clip_grad_value_(other.parameters(), 1.0)
+        gradstat.clip_grad_norm_(other.parameters(), 1.0)
+        gradstat.guarded_step(of_other, max_norm=1.0)
+        scaler.scale(other(torch.randn(8, 4)).sum())  # not used yet
+
+    for _ in range(steps):
+        backpropagated(optimizer, loss_of())
+        optimizer.step()
+    backpropagated(optimizer, loss_of())
+    Spied.readers.clear()
+    thread = threading.Thread(target=train_another)
+    thread.start()
+    thread.join()
+    assert thread.ident not in Spied.readers
+    optimizer.step()
+    assert handle.monitor.recording().scalars["loss"].tolist() == pytest.approx(expected)
+    assert handle.monitor.scaler is None
+
+
+def test_steps_of_one_training_may_be_taken_in_any_thread() -> None:
+    """And a clip is heard in whatever thread it is called."""
+    model, optimizer = made()
+    expected, norms = [], []
+    with gradstat.auto(model, optimizer, on_anomaly="record") as handle:
+
+        def run_in_a_thread(work: Callable[[], object]) -> None:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+        def backward() -> None:
+            expected.append(backpropagated(optimizer, model(torch.randn(8, 4)).square().mean()).item())
+            norms.append(gradstat.check(model).total_norm)
+
+        for _ in range(4):
+            run_in_a_thread(backward)
+            run_in_a_thread(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+            run_in_a_thread(optimizer.step)
+        scalars = handle.monitor.recording().scalars
+    assert scalars["loss"].tolist() == pytest.approx(expected)
+    assert scalars["norm"].tolist() == pytest.approx(norms)
+
+
+@pytest.mark.parametrize("frozen", ["all", "last layer", "once"])
+@pytest.mark.parametrize("automatic", [False, True])
+def test_parameters_may_be_frozen_between_their_gradients_and_the_step(automatic: bool, frozen: str) -> None:
+    """As where two adapters of a model take turns."""
+    model, optimizer = made()
+    handle = gradstat.auto(model, optimizer, on_anomaly="record") if automatic else None
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record") if handle is None else handle.monitor
+    for step in range(6):
+        model.requires_grad_(True)
+        loss = backpropagated(optimizer, model(torch.randn(8, 4)).square().mean())
+        if frozen != "once" or not step:
+            (model[2] if frozen == "last layer" else model).requires_grad_(False)  # type: ignore[index]
+        if handle is None:
+            monitor.step(loss)
+        optimizer.step()
+    monitor.flush()
+    assert not [finding for finding in monitor.findings if "internal error" in finding.text]
+    assert len(monitor.recording().scalars["norm"]) == 6
 
 
 @pytest.mark.parametrize(

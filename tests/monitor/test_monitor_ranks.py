@@ -117,6 +117,25 @@ def test_experts_on_other_ranks_are_in_the_norm(loss_is_known: bool) -> None:
     assert ("nonfinite-gradient" in [finding.rule for finding in monitor.findings]) == last
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_the_losses_of_all_micro_batches_are_heard_where_gradients_are_sharded(set_to_none: bool) -> None:
+    model, expected = _model(), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2], model):  # type: ignore[index]
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradstat.auto(model, optimizer, on_anomaly="record") as handle:
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none)
+            losses = [model(torch.randn(4, 6)).square().mean() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+            expected.append(sum(loss.item() for loss in losses))
+            optimizer.step()
+    np.testing.assert_allclose(handle.monitor.recording().scalars["loss"], expected, rtol=1e-6)
+
+
 @on_ranks(2)
 def test_an_error_on_one_rank_leaves_no_other_waiting() -> None:
     model = _model()

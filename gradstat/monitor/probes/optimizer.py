@@ -17,8 +17,9 @@ from gradstat._core.parameters import NamedParameters
 from gradstat._step.optimizers import unwrapped
 from gradstat.monitor.probes.base import Pending, Probe, Run
 
-# All watched optimizers, since several may share a model.
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# References to all watched optimizers, since several may share a model. A set of them, unlike a WeakSet, can be listed
+# while another thread adds one.
+_optimizers: set[weakref.ref[Optimizer]] = set()
 
 
 class OptimizerSteps(Probe):
@@ -39,7 +40,7 @@ class OptimizerSteps(Probe):
         super().__init__(run)
         assert run.settings.optimizer is not None
         self._optimizer = run.settings.optimizer
-        _optimizers.add(self._optimizer)
+        _optimizers.add(weakref.ref(self._optimizer, _optimizers.discard))
         self._follows: weakref.ref[Tensor] | None = None
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
@@ -59,7 +60,7 @@ class OptimizerSteps(Probe):
         """Follows the first of the watched ``parameters`` that the optimizer trains and that has a gradient."""
         self._watched = set(map(id, parameters))
         trained = _ids_of(self._optimizer)
-        chosen = next((p for p in parameters if p.grad is not None and p.is_leaf and id(p) in trained), None)
+        chosen = next((p for p in parameters if _may_have_hook(p) and p.grad is not None and id(p) in trained), None)
         is_heard = hasattr(self._stepping, "_optimizer_step_post_hooks")  # else it has not called torch's __init__
         if chosen is None or not is_heard or (self._follows is not None and self._follows() is chosen):
             return
@@ -146,13 +147,18 @@ class Coverage(NamedTuple):
     settings: Mapping[str, float] = MappingProxyType({})  # its weight decay and eps, by group
 
 
+def _may_have_hook(parameter: Tensor) -> bool:
+    """Whether it can be heard that a gradient arrives; not while the parameter is frozen, if only since backward()."""
+    return parameter.requires_grad and parameter.is_leaf
+
+
 def _ids_of(optimizer: Optimizer) -> set[int]:
     return set().union(*(map(id, group["params"]) for group in optimizer.param_groups))
 
 
 def ids_of_all() -> set[int]:
     """The ids of the parameters that any watched optimizer has."""
-    return set().union(*map(_ids_of, _optimizers))
+    return set().union(*(_ids_of(one) for known in list(_optimizers) if (one := known()) is not None))
 
 
 # Settings --------------------------------------------------------------------------------------------
