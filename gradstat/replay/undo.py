@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradstat._core.text import printable
+from gradstat._core.warn import warn
 from gradstat._step.torch_calls import with_subclasses
 from gradstat.counters import _counters
 from gradstat.guard import last_guards
+from gradstat.patch import Layer
 from gradstat.replay.step_state import ALWAYS_COPIED, RngState, same_version
 
 
@@ -28,6 +32,8 @@ class Undo:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._on_restore = contextlib.ExitStack()
         self._optimizers: set[int] = set()
+        self._names: dict[int, str] = {}  # of buffers, by id
+        self._failures: list[str] = []
 
     def protect(self, tensor: Tensor) -> None:
         """Registers ``tensor``, to be copied before it is written."""
@@ -46,18 +52,35 @@ class Undo:
             self.copy(protected)
 
     def restore(self) -> None:
-        """Restores everything, even if something raises: tensors first, then the rest in reverse order."""
+        """Restores everything, even if something raises: tensors first, then the rest in reverse order.
+
+        A warning says what could not be restored.
+        """
         self._protected.clear()
         with self._on_restore:
             for tensor, copy in reversed(self._copies.values()):  # of shared memory, the first copy is right
-                with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
-                    tensor.copy_(copy)
+                name = self._names.get(id(tensor), f"a tensor {list(copy.shape)}")
+                self._attempt(name, _copy_back, tensor, copy)
+        if self._failures:
+            left = "; ".join(self._failures)
+            warn(f"after the replay not everything could be restored as it was before: {left}", RuntimeWarning)
+
+    def _attempt(self, name: str, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:  # the rest is restored all the same
+            self._failures.append(f"{name} ({type(error).__name__}: {printable(str(error))})")
+
+    def _later(self, name: str, function: Callable[..., Any], *args: Any) -> None:
+        """Calls ``function``, which restores ``name``, in `restore`."""
+        self._on_restore.callback(self._attempt, name, function, *args)
 
     def rng(self) -> None:
-        self._on_restore.callback(RngState.capture().restore)
+        self._later("random states", RngState.capture().restore)
 
     def model(self, model: Module) -> None:
         """Buffers, parameters and training flags."""
+        self._names |= {id(buffer): f"buffer {name}" for name, buffer in model.named_buffers()}
         for module in model.modules():
             self.attribute(module, "training")
             for buffer in module.buffers(recurse=False):
@@ -72,8 +95,8 @@ class Undo:
             data = parameter.data  # an alias, in case the step gives the parameter other memory
             self.protect(data)
             self.attribute(parameter, "requires_grad")
-            self._on_restore.callback(_set_data, parameter, data)
-            self.gradient(parameter)
+            self.gradient(parameter)  # restored after the data, whose shape it must have
+            self._later("a parameter's memory", _set_data, parameter, data)
 
     def inputs(self, tensors: Iterable[Tensor]) -> None:
         """Values, and gradients of leaves, which are None until they are restored."""
@@ -85,11 +108,11 @@ class Undo:
     def gradient(self, leaf: Tensor) -> None:
         """Sets the gradient of ``leaf`` to None until it is restored."""
         gradient = leaf.grad
-        self._on_restore.callback(setattr, leaf, "grad", gradient)
+        self._later("a gradient", setattr, leaf, "grad", gradient)
         leaf.grad = None
 
     def attribute(self, owner: Any, name: str) -> None:
-        self._on_restore.callback(setattr, owner, name, getattr(owner, name))
+        self._later(name, setattr, owner, name, getattr(owner, name))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """State, hyperparameters and other attributes."""
@@ -103,7 +126,8 @@ class Undo:
         for state in optimizer.state.values():
             self._mapping(state)
         self._mapping(optimizer.state, tensors=False)
-        self._on_restore.callback(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups))
+        groups = optimizer.param_groups
+        self._later("parameter groups", groups.__setitem__, slice(None), list(groups))
         self._mapping(vars(optimizer), tensors=False)
 
     def scaler(self, scaler: GradScaler) -> None:
@@ -125,7 +149,7 @@ class Undo:
         for value in contents.values() if tensors else ():
             if isinstance(value, Tensor):
                 self._tensor(value)
-        self._on_restore.callback(_set_contents, mapping, contents)
+        self._later("a dictionary", _set_contents, mapping, contents)
 
     def _tensor(self, tensor: Tensor) -> None:
         if tensor.numel() <= ALWAYS_COPIED:
@@ -150,17 +174,24 @@ class Undo:
                 guard.state.load_(torch.zeros_like(guard.state.tensor))
             _set_contents(last_guards, guards)
 
-        self._on_restore.callback(forget_guards)
-        self._on_restore.callback(_set_contents, _counters, counts)
+        self._later("guards", forget_guards)
+        self._later("counters", _set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
             optimizer.step = _no_step  # type: ignore[method-assign]
-        handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.optimizer(optimizer))
-        self._on_restore.callback(handle.remove)
+        thread = threading.get_ident()  # others train on
+
+        def restore_afterwards(optimizer: Optimizer, *_: object) -> None:
+            if threading.get_ident() == thread:
+                self.optimizer(optimizer)
+
+        def only_in_others(layer: Layer, *args: Any, **kwargs: Any) -> Any:
+            return None if threading.get_ident() == thread else layer.below(*args, **kwargs)
+
+        self._on_restore.callback(register_optimizer_step_pre_hook(restore_afterwards).remove)
         for schedule in with_subclasses(LRScheduler):
             if "step" in vars(schedule):
-                self._on_restore.callback(setattr, schedule, "step", vars(schedule)["step"])
-                schedule.step = lambda *args, **kwargs: None  # type: ignore[method-assign]
+                self._on_restore.callback(Layer(schedule, "step", only_in_others).remove)
 
 
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +199,17 @@ def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
         return None
     with torch.enable_grad():
         return closure()
+
+
+def _copy_back(tensor: Tensor, copy: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
+        if tensor.shape != copy.shape:  # a cache that grows
+            tensor.resize_(copy.shape)
+        if _storage_of(tensor) is not None:
+            mine, kept = (getattr(one, "_local_tensor", one).untyped_storage() for one in (tensor, copy))
+            if not mine.nbytes():  # freed
+                mine.resize_(kept.nbytes())
+        tensor.copy_(copy)
 
 
 def _set_contents(mapping: MutableMapping[Any, Any], contents: dict[Any, Any]) -> None:

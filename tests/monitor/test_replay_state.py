@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -100,12 +101,18 @@ def writes_parameters(training: Training, x: Tensor) -> None:
     x.fill_(math.nan)
 
 
+def reshapes_a_parameter(training: Training, x: Tensor) -> None:
+    training.step(x)
+    training.model.first.weight.data = torch.zeros(2, 2)
+
+
 STEPS: dict[str, Callable[[Training, Tensor], None]] = {
     "a whole step": Training.step,
     "one of an optimizer that is not named": Training.step,
     "one that raises": raises,
     "one that writes before the step of an optimizer that is not named": writes_before,
     "one that writes what it should not": writes_parameters,
+    "one that gives a parameter another shape": reshapes_a_parameter,
 }
 
 
@@ -133,6 +140,53 @@ def test_everything_is_as_before_bit_for_bit(kind: str, poison: bool) -> None:
     assert training.state(versions) == before
     assert bits(x) == batch
     assert training.identities() == identities
+
+
+@pytest.mark.parametrize("change", ["grown", "freed", "grown and trained"])
+def test_a_buffer_whose_memory_changes_hides_neither_the_culprit_nor_the_rest(change: str) -> None:
+    """What cannot be restored is told."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_buffer("cache", torch.arange(3.0))
+
+    def step() -> None:
+        loss = (model(torch.randn(8, 4)).mean() * 0).log()
+        loss.backward()
+        with torch.no_grad():
+            model[1].weight += 1.0
+        if change == "freed":
+            model.cache.untyped_storage().resize_(0)
+        else:
+            model.cache.resize_(6).fill_(1.0).requires_grad_(change != "grown")
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    told = pytest.warns(RuntimeWarning, match=r"not everything could be restored as it was before: buffer cache \(Runt")
+    with told if change == "grown and trained" else nullcontext():
+        assert find_culprit(model, step).op == "log"
+    after = model.state_dict()
+    assert [name for name in before if not torch.equal(after[name], before[name])] == ["cache"] * (
+        change == "grown and trained"
+    )
+
+
+def test_another_thread_trains_on_during_a_replay() -> None:
+    other = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def train() -> None:
+        other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    def step() -> None:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
+    before = other.bias.item()
+    assert find_culprit(nn.Linear(2, 1), step) is None
+    assert other.bias.item() == before - 1.0
+    assert schedule.get_last_lr() == [pytest.approx(0.1)]
 
 
 def test_a_closure_is_run_once() -> None:
