@@ -194,7 +194,7 @@ class Unscaled(NamedTuple):
         cls, gradients: list[Tensor], labels: Labels, factor: Tensor, named: NamedParameters, extra: ExtraGroups | None
     ) -> Unscaled:
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
-        multiplier = to_device(factor, gradients[0].device)
+        multiplier = to_device(factor, gradients[0].device).reshape(())  # torch takes one element of any shape
         rows = unscale_(gradients, multiplier, labels.of, Spread(named.parameters, named.names, extra))
         torch.autograd.graph.increment_version(gradients)
         return cls(rows, labels, multiplier, streams_of([multiplier, *rows.tables]))

@@ -189,7 +189,7 @@ class Recorder:
         others: list[tuple[str, Any]] = []
         if lr is None and self.optimizer is not None:
             groups = self.optimizer.param_groups
-            lr = groups[0].get("lr")
+            lr = groups[0].get("lr") if groups else None  # Lightning stands in for an optimizer with one of no group
             for number in range(1, len(groups)):
                 rate = groups[number].get("lr")
                 if rate is not lr and (isinstance(rate, Tensor) or isinstance(lr, Tensor) or rate != lr):

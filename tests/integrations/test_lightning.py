@@ -457,6 +457,19 @@ def test_frameworks_are_imported_on_demand_and_missing_ones_are_named(forks: For
     assert printed[-1] == "True 4"  # pytorch_lightning is served under its own name
 
 
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}])
+def test_a_training_without_an_optimizer_goes_on(options: dict[str, Any]) -> None:
+    class Untrained(Model):
+        def configure_optimizers(self) -> None:
+            return None
+
+    callback = GradstatCallback(on_anomaly="record", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = fit(callback, Untrained())
+    assert made.global_step == 8
+
+
 def fit_on_ranks(callbacks: list[Any], model: pl.LightningModule, strategy: Any = "ddp", **options: Any) -> pl.Trainer:
     """Trains on all ranks, each with its own data."""
     settings = {"devices": dist.get_world_size(), "plugins": [lightning_on_ranks()], "use_distributed_sampler": False}

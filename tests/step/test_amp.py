@@ -382,6 +382,26 @@ def test_sums_of_sparse_half_values_overflow_as_torchs(value: float) -> None:
     assert ends[0][0] == (value > 4e4)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "strided", "two"])
+def test_the_inverse_of_the_scale_may_have_any_shape_of_one_element(kind: str, shape: tuple[int, ...]) -> None:
+    """As in torch, whose own test calls it so."""
+    parameter, values = nn.Parameter(torch.zeros(4, 3)), torch.arange(24.0).view(4, 6)
+    strided, dense = values[:, ::2], values[:, :3].clone()
+    parameter.grad = {"dense": dense, "sparse": dense.to_sparse()}.get(kind, strided)
+    others = [parameter_with(dense.clone())] * (kind == "two")
+    expected = parameter.grad.to_dense() / 4
+    scaler, optimizer = GradScaler("cpu", init_scale=4.0), torch.optim.SGD([parameter, *others])
+    scaler.scale(torch.ones(()))
+    (found,) = scaler._unscale_grads_(optimizer, torch.full(shape, 0.25), torch.zeros(shape), allow_fp16=False).values()
+    assert found.item() == 0
+    assert torch.equal(parameter.grad.to_dense(), expected)
+    gradients = [expected, *(other.grad for other in others)]
+    assert scaler.report(optimizer).result().total_norm == pytest.approx(
+        torch.nn.utils.get_total_norm(gradients).item()
+    )
+
+
 def test_an_optimizer_that_takes_the_scaler_itself_still_gets_it() -> None:
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
