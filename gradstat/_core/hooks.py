@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gradstat._core.warn import warn_of_failure
 
@@ -57,7 +58,12 @@ class _ModuleHooks(OrderedDict[int, Callable[..., Any]]):
 
 
 def hook_forward(module: nn.Module, hook: Callable[..., Any], *, before: bool = False, **options: Any) -> Any:
-    """Registers a forward hook, or with ``before`` a forward pre-hook; a `Hook` is not saved with the module."""
+    """Registers a forward hook, or with ``before`` a forward pre-hook; a `Hook` is not saved with the module.
+
+    A scripted module takes no hooks and gets none.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return RemovableHandle(OrderedDict())
     place = "_forward_pre_hooks" if before else "_forward_hooks"
     with_kwargs = f"{place}_with_kwargs"
     for each in (place, with_kwargs):

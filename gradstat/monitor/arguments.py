@@ -18,7 +18,7 @@ from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.guard import SpikeGuard
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, Policies, PolicyTable
-from gradstat.recording.kinds import periods
+from gradstat.recording.kinds import asked_for, periods
 from gradstat.replay.rerun import takes_batch
 from gradstat.rules import default_rules
 from gradstat.rules.base import Rule
@@ -30,6 +30,7 @@ class Settings(NamedTuple):
     rules: list[Rule]
     policies: PolicyTable
     periods: dict[str, int]
+    asked: frozenset[str]  # the keys that ``watch`` names itself
     limit: Limit | None
     classes: int | Mapping[str, int] | None
     guard: SpikeGuard | None
@@ -68,7 +69,9 @@ class Settings(NamedTuple):
             raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
         table = PolicyTable(on_anomaly, [rule.name for rule in listed], (*POLICIES, *["checkpoint"] * saves))
         limit = checked_limit(max_norm)
-        return cls(listed, table, periods(watch), limit, classes, guard, MonitorOptions.of(options))
+        chosen = periods(watch)
+        asked = frozenset(name for name, period in asked_for(watch).items() if period)
+        return cls(listed, table, chosen, asked, limit, classes, guard, MonitorOptions.of(options))
 
     def with_model(
         self, model: nn.Module, optimizer: Optimizer | None, scaler: Any, replay: object, runs_steps: bool

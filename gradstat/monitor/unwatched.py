@@ -36,6 +36,10 @@ class Unwatched:
         self._findings.append(Finding(RULE, "info", step, "monitor", {k: len(r) for k, r in new.items()}, text=text))
         warn(f"not watched: {text}", UserWarning)
 
+    def leave_out(self, kind: str, why: str) -> None:
+        """Notes for `report_left_out` why something that is asked for cannot be measured."""
+        self.left_out.setdefault(kind, []).append(why)
+
     def report_failure(self, step: int, what: str) -> None:
         """Reports the exception being handled, once for each ``what``."""
         if what not in self._reported:

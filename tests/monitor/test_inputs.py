@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -857,6 +858,111 @@ def test_inputs_changed_in_place_or_of_torch_func_are_left_out() -> None:
     monitor.step(loss)
     assert "input" not in monitor.recording().tables
     assert not monitor.findings
+
+
+_TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], object]] = {
+    "grad": lambda m, of, x: torch.func.grad(lambda p: torch.func.functional_call(m, p, (x,)).sum())(of),
+    "grad of inputs": lambda m, of, x: torch.func.grad(lambda x: m(x).sum())(x),
+    "jvp": lambda m, of, x: torch.func.jvp(m, (x,), (x,)),
+    "hessian": lambda m, of, x: torch.func.hessian(lambda y: m(y).sum())(x[0]),
+    "vmap": lambda m, of, x: torch.func.vmap(m)(x),
+    "jacrev": lambda m, of, x: torch.func.jacrev(m)(x),
+    "jacfwd": lambda m, of, x: torch.func.jacfwd(m)(x),
+    "samples": lambda m, of, x: torch.func.vmap(
+        torch.func.grad(lambda p, x: torch.func.functional_call(m, p, (x,)).sum()), (None, 0)
+    )(of, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch, in its forward mode
+@pytest.mark.parametrize("first", _TRANSFORMS)
+def test_a_transform_ends_no_measurement_of_activations_and_outputs(first: str) -> None:
+    """Of its tensors none is kept, and the passes outside of it are measured as before."""
+    series = []
+    for transforms in ((), (first, "vmap"), (first, first)):
+        model = mlp()
+        with gradstat.Monitor(model, sgd(model), on_anomaly="raise", watch=["activations", "outputs"]) as monitor:
+            for step in range(4):
+                x = normal(step)
+                if step % 2:
+                    for name in transforms:
+                        _TRANSFORMS[name](model, {k: p.detach() for k, p in model.named_parameters()}, x)
+                model(x).square().mean().backward()
+                monitor.step()
+                model.zero_grad()
+        series.append(monitor.recording().tables["activation"].values.tolist())
+    for other in series[1:]:
+        assert other == series[0]
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def _with_part(change: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: nn.Sequential(change(nn.Sequential(model)), nn.Linear(1, 1))
+
+
+_MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "as it is": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled in place": _in_place,
+    "scripted": torch.jit.script,
+    "traced": lambda model: torch.jit.trace(model, normal(0)),
+    "with a compiled part": _with_part(_in_place),
+    "with a scripted part": _with_part(torch.jit.script),
+}
+_COMPILED, _SCRIPTED = "is compiled: torch.compile leaves hooks out", "is scripted: TorchScript calls no hooks"
+_NOT_CALLED = "of a model that was not called"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
+@pytest.mark.parametrize(
+    ("watch", "kind", "call", "told"),
+    [
+        ("activations", "as it is", "model", ""),
+        ("activations", "as it is", "functional_call", ""),
+        ("activations", "as it is", "forward", _NOT_CALLED),
+        ("activations", "as it is", "elsewhere compiled", _NOT_CALLED),
+        ("outputs", "as it is", "elsewhere compiled", _NOT_CALLED),
+        ("batch", "as it is", "forward", _NOT_CALLED),
+        ("activations", "compiled", "model", f"of the model, which {_COMPILED}"),
+        ("outputs", "compiled", "model", ""),
+        ("activations", "compiled in place", "model", f"of the model, which {_COMPILED}"),
+        ("outputs", "compiled in place", "model", f"of the model, which {_COMPILED}"),
+        ("activations", "scripted", "model", f"of the model, which {_SCRIPTED}"),
+        ("batch", "scripted", "model", f"of the model, which {_SCRIPTED}"),
+        ("activations", "traced", "model", f"of the model, which {_SCRIPTED}"),
+        ("activations", "with a compiled part", "model", f"of 0, which {_COMPILED}"),
+        ("activations", "with a scripted part", "model", f"of 0, which {_SCRIPTED}"),
+        ("outputs", "with a scripted part", "model", ""),
+        ("optimizer", "as it is", "model", "states of a run without an optimizer"),
+    ],
+)
+def test_what_is_asked_for_and_not_seen_is_told_once(watch: str, kind: str, call: str, told: str) -> None:
+    torch._dynamo.reset()
+    model = _MODELS[kind](mlp())
+    runs: dict[str, Callable[[], Any]] = {
+        "model": lambda: model,
+        "functional_call": lambda: lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
+        "forward": lambda: lambda x: functools.reduce(lambda x, layer: layer.forward(x), model, x),
+        "elsewhere compiled": lambda: torch.compile(model, backend="eager"),
+    }
+    run = runs[call]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = gradstat.Monitor(model, on_anomaly=RECORD, watch=[watch])
+        for step in range(3):
+            run(normal(step)).square().mean().backward()
+            monitor.step()
+            model.zero_grad()
+    texts = [str(warning.message) for warning in caught if "not watched" in str(warning.message)]
+    assert len(texts) == bool(told)
+    assert all(told in text for text in texts)
+    assert [finding.rule for finding in monitor.findings if finding.rule == "not-watched"] == ["not-watched"] * bool(
+        told
+    )
 
 
 def test_nothing_of_a_batch_is_kept_after_the_step() -> None:

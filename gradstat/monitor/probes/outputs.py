@@ -44,14 +44,15 @@ class Outputs(HookedProbe):
         self._seen: dict[str, Tensor] = {}  # by fields of `OutputFacts` and `Fit`, in tensors without dimensions
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._seen and not torch.is_grad_enabled():
-            return  # the pass of which there will be a gradient counts
+        # The pass of which there will be a gradient counts, and no transform's, whose tensors are not kept.
+        if (self._seen and not torch.is_grad_enabled()) or peek_interpreter_stack() is not None:
+            return
         computed = [tensor for _, tensor in tensors_in(output, "") if tensor.grad_fn is not None and tensor.dim()]
         logits = getattr(output, "logits", computed[0] if computed else output)
         if computed and "outputs" not in self.run.leaves:
             self.run.leaves["outputs"] = leaves_of(computed[0])
         is_measured = is_plain(logits) and logits.is_floating_point() and logits.dim() > 0
-        if is_measured and peek_interpreter_stack() is None:
+        if is_measured:
             with torch.no_grad():
                 every = logits.detach() if logits.dim() > 1 else logits.detach()[:, None]
                 sample = sampled_rows(every)
@@ -88,6 +89,7 @@ class Outputs(HookedProbe):
     def take(self, step: Pending, named: NamedParameters) -> None:
         """Observes the facts of the last pass since the last call, if any."""
         seen, self._seen = self._seen, {}
+        self.tell_unseen([""] if seen else [])
         if seen:
             zero = seen["certain"].new_zeros(())
             names = [*OutputFacts._fields[:-1], *(Fit._fields if "cross" in seen else ())]

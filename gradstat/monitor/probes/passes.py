@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradstat import _fields
 from gradstat._core.hooks import Hook, hook_forward
+from gradstat._core.host_copy import peek_interpreter_stack
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import NamedParameters
@@ -72,14 +73,15 @@ class Activations(HookedProbe):
 
     def __init__(self, run: Run) -> None:
         modules = list(run.model.named_modules())
-        hooks = {Hook(self.measure, name): one for name, one in modules if name and next(one.children(), None) is None}
+        self._hooked = {name: one for name, one in modules if name and next(one.children(), None) is None}
+        hooks = {Hook(self.measure, name): one for name, one in self._hooked.items()}
         super().__init__(run, {hook: hook_forward(module, hook) for hook, module in hooks.items()})
         self._rows = PassRows()
         self._order = {name: i for i, (name, _) in enumerate(modules)}
 
     def measure(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         tensors = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
-        if not tensors:
+        if not tensors or peek_interpreter_stack() is not None:  # a transform's tensors are not kept
             return
         with torch.no_grad():
             self._rows.add(
@@ -88,5 +90,6 @@ class Activations(HookedProbe):
 
     def take(self, step: Pending, named: NamedParameters) -> None:
         names, measured = self._rows.take(self._order.__getitem__)
+        self.tell_unseen(names, self._hooked)
         if measured.tables:
             step.numbers.append(PendingRows.of([Segment("activation", names)], measured))

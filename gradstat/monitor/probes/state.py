@@ -48,7 +48,11 @@ class OptimizerStates(Probe):
 
     @classmethod
     def of(cls, run: Run) -> Probe | None:
-        return None if run.settings.optimizer is None else super().of(run)
+        if run.settings.optimizer is not None:
+            return super().of(run)
+        if cls.watch in run.settings.asked:
+            run.unwatched.leave_out("optimizer states", "of a run without an optimizer: Monitor(model, optimizer)")
+        return None
 
     def state(self, named: NamedParameters) -> list[Part]:
         assert self.run.settings.optimizer is not None
