@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ _REASONS = ("nonfinite", *SERIES)
 # Offsets in the state: steps, refused, refused by each series, not finite, refused in a row, reason, and the number of
 # recorded values of each series; the values themselves begin at _TOTALS.
 _REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 4, 5, 6, 7, 9
+
+_DIGESTS = 1 << 16  # so that sums of squares over many ranks are exact
 
 # For this guard (csrc/decide.h) and the rules of the monitor.
 THRESHOLD = 6.0
@@ -81,7 +85,9 @@ class SpikeGuard:
 
     With several ranks the loss is first averaged over ``process_group``, by an all-reduce of one number, so that all
     ranks decide alike. Either all ranks pass a loss, or none. Gradients must be the same on all ranks, or be
-    distributed tensors.
+    distributed tensors. Inside of DDP's ``join()``, where ranks end at different steps, only the norm is judged.
+    A state has to be loaded on all ranks or on none: it is compared at the next step, which otherwise raises
+    RuntimeError.
 
     Args:
         threshold: How many spreads a value may exceed the median by, at least 0.
@@ -131,6 +137,7 @@ class SpikeGuard:
         self._options |= {"scale": scale, **limits}
         self.scales = scale is not None  # a refused step, rather than to skip it
         self._group = process_group
+        self._is_compared = False  # whether its state is known to be the same on all ranks
         numbers = torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
         self.state = DeviceState(numbers)
 
@@ -184,6 +191,7 @@ class SpikeGuard:
                 Nothing has been changed then.
         """
         self.state.load_(state_tensor_of(self, state))
+        self._is_compared = False
 
     @property
     def reason(self) -> Tensor:
@@ -221,7 +229,8 @@ def decide(
     memory = guard.state.moved_to(device, "the state of a guard")
     guard.state.streams = streams
     if loss is not None:
-        loss = to_device(_over_ranks(guard, loss.detach() if loss.requires_grad else loss), device)
+        mean = _over_ranks(guard, loss.detach() if loss.requires_grad else loss)
+        loss = None if mean is None else to_device(mean, device)
     if kernels.guard_ is not None:
         options = (float(guard._by_sigmas), *guard._method_options)
         return kernels.guard_(options, memory, guard._window, scaling, verdict, loss, counters)
@@ -299,7 +308,8 @@ def leave(guard: SpikeGuard, loss: Tensor | None, error: Exception) -> None:
         _over_ranks(guard, torch.full_like(loss, math.nan, requires_grad=False))
 
 
-def _over_ranks(guard: SpikeGuard, loss: Tensor) -> Tensor:
+def _over_ranks(guard: SpikeGuard, loss: Tensor) -> Tensor | None:
+    """The mean of the loss. None inside of DDP's ``join()``, where a rank that has ended would not take part."""
     dist = torch.distributed
     if not dist.is_available() or not dist.is_initialized():
         return loss
@@ -308,8 +318,22 @@ def _over_ranks(guard: SpikeGuard, loss: Tensor) -> Tensor:
     group = collectives.require_member(guard._group)
     if dist.get_world_size(group) == 1:
         return loss
-    mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
-    return collectives.reduce_(mean, dist.ReduceOp.SUM, [group], "guarded_step with a guard")
+    module = _replicas[guard]() if guard in _replicas else None
+    if module is not None and module._join_config.enable:
+        return None
+    world = dist.get_world_size(group)
+    values = torch.nn.functional.pad(loss.reshape(1).to(collectives.device_of(group), torch.float64) / world, (0, 3))
+    is_new, guard._is_compared = not guard._is_compared, True
+    if is_new:  # waits for the device, once
+        digest = zlib.crc32(guard.state.tensor.cpu().numpy().tobytes()) % _DIGESTS
+        values[1:] = torch.tensor([1.0, digest, digest**2], dtype=torch.float64)
+    collectives.reduce_(values, dist.ReduceOp.SUM, [group], "guarded_step with a guard")
+    if is_new or values.is_cpu:
+        _, news, digests, squares = values.tolist()
+        if news not in (0, world) or squares * world != digests**2:
+            guard._is_compared = False
+            raise RuntimeError(collectives.differing_states(guard, group))
+    return values[0]
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:
@@ -336,3 +360,15 @@ def checked_value(name: str, value: Any) -> Tensor:
 
 # By optimizer, the guard of its last guarded step.
 last_guards: weakref.WeakKeyDictionary[Optimizer, SpikeGuard] = weakref.WeakKeyDictionary()
+# By guard, what returns the DDP module whose steps it judges, or None.
+_replicas: weakref.WeakKeyDictionary[SpikeGuard, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+def begin(guard: SpikeGuard, optimizer: Optimizer) -> None:
+    """Before ``guard`` judges a step of ``optimizer``."""
+    last_guards[optimizer] = guard
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and guard not in _replicas:
+        from gradstat._core.collectives import replica_of
+
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        _replicas[guard] = replica_of(next(parameters, None))

@@ -30,7 +30,7 @@ from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.adaptive._base import Limit, checked_limit, refuse
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
-from gradstat.guard import SpikeGuard, checked_value, last_guards, leave
+from gradstat.guard import SpikeGuard, begin, checked_value, leave
 
 
 class StepResult:
@@ -389,7 +389,7 @@ class _Step(NamedTuple):
     def _judge(self, record: StepRecord, counters: Tensor) -> None:
         """Lets the guard decide, if there is one that has not; counts the step."""
         if self.guard is not None and record.home is not None and record.before_guard is None:
-            last_guards[self.optimizer] = self.guard
+            begin(self.guard, self.optimizer)
             record.judge(self.guard, self.loss, counters)
         else:
             norms.count_step(counters, record.skipped(self.skips))

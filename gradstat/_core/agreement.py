@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import math
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,8 +71,9 @@ def _checksum(description: ListDescription) -> int:
 class Reducer:
     """The reductions of one kind over a group. All its ranks make the same calls, possibly with different lists."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, kind: object) -> None:
         self._group, self._world = group, dist.get_world_size(group)
+        self._kind = zlib.crc32(repr(kind).encode())
         self._ranks = format_ranks(dist.get_process_group_ranks(group))
         self._rows = 0  # in every reduction; the same on all ranks, as is what is known
         self._agreed: set[int] = set()
@@ -81,8 +83,12 @@ class Reducer:
         """The reducer of ``group`` for one ``kind`` of reductions: rows of one width, by the same operations."""
         by_kind = _reducers.setdefault(group, {})
         if kind not in by_kind:
-            by_kind[kind] = cls(group)
+            by_kind[kind] = cls(group, kind)
         return by_kind[kind]
+
+    def _checksum(self, listed: ListDescription) -> int:
+        """Of a call: reductions of another kind are other calls, also of the same list."""
+        return listed.checksum ^ self._kind
 
     def announce(self, listed: ListDescription, rows: int, widths: tuple[int, int], device: torch.device) -> str | None:
         """Before `reduce`: makes a list known that is new, by one more reduction, for which the host waits.
@@ -91,17 +97,18 @@ class Reducer:
         others know, and `reduce` must not be called. ``rows`` is how many rows `reduce` will get, ``widths`` the number
         of their columns to be summed, and to be maximised.
         """
-        if listed.checksum in self._agreed:
+        checksum = self._checksum(listed)
+        if checksum in self._agreed:
             return None
         like = torch.empty(0, dtype=torch.float64, device=device)
         sums, maxima = (like.new_zeros(self._rows, width) for width in widths)
         header, _, _ = self._reduced(sums, maxima, listed, like.new_zeros(()), is_new=True)
         _, new, total = header.tolist()
         everyone = new == self._world
-        if everyone and total == listed.checksum * self._world:
+        if everyone and total == checksum * self._world:
             if len(self._agreed) == _MOST_KNOWN:
                 self._agreed.clear()
-            self._agreed.add(listed.checksum)
+            self._agreed.add(checksum)
             self._rows = max(self._rows, rows)
             return None
         if everyone or _host_sees(device):
@@ -120,7 +127,7 @@ class Reducer:
         tensors are on the CPU. On other devices, where the host would have to wait, ``failed`` is infinite instead.
         """
         header, sums, maxima = self._reduced(sums, maxima, listed, failed, is_new=False)
-        others = 0.0, float(listed.checksum * self._world)
+        others = 0.0, float(self._checksum(listed) * self._world)
         if not _host_sees(header.device):
             differs = header[1:] != _pair(*others, header.device)
             return sums, maxima, header[0] + torch.where(differs, math.inf, 0.0).sum(), None
@@ -131,19 +138,30 @@ class Reducer:
     def _reduced(
         self, sums: Tensor, maxima: Tensor, listed: ListDescription, failed: Tensor, is_new: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The header and the rows given, reduced with as many rows as any rank may have."""
+        """The header and the rows given, reduced with as many rows as any rank may have.
+
+        Gloo ends the process if ranks reduce different sizes. So on the CPU the sums are as large as those of the
+        largest kind, and maxima follow only if the header says that all ranks make this call.
+        """
         count, width = sums.shape
-        missing = self._rows - count
-        parts = [failed.reshape(1), _pair(float(is_new), float(listed.checksum), sums.device), sums.reshape(-1)]
+        checksum, host_sees = self._checksum(listed), _host_sees(sums.device)
+        kinds = _reducers[self._group].values() if host_sees else (self,)
+        parts = [failed.reshape(1), _pair(float(is_new), float(checksum), sums.device), sums.reshape(-1)]
+        missing = max(kind._rows for kind in kinds) - count
         if missing:
             parts.append(sums.new_zeros(missing * width))
         every = {dist.ReduceOp.SUM: torch.cat(parts)}
+        largest: dict[Any, Tensor] = {}
         if maxima.shape[1] and self._rows:
-            every[dist.ReduceOp.MAX] = torch.cat([maxima, maxima.new_zeros(missing, maxima.shape[1])])
-        reduce_together_(every, self._group, "gradstat")
-        reduced, *largest = every.values()
-        body = reduced[_HEADER : _HEADER + count * width].view(count, width)
-        return reduced[:_HEADER], body, largest[0][:count] if largest else maxima
+            largest[dist.ReduceOp.MAX] = torch.cat([maxima, maxima.new_zeros(self._rows - count, maxima.shape[1])])
+        reduce_together_(every if host_sees else every | largest, self._group, "gradstat")
+        reduced = every[dist.ReduceOp.SUM]
+        header, body = reduced[:_HEADER], reduced[_HEADER : _HEADER + count * width].view(count, width)
+        if host_sees and largest:
+            if header[1:].tolist() != [0.0, float(checksum * self._world)]:
+                return header, body, maxima
+            reduce_together_(largest, self._group, "gradstat")
+        return header, body, largest[dist.ReduceOp.MAX][:count] if largest else maxima
 
     def _difference(self, listed: ListDescription) -> str:
         """The first difference between the ranks' lists. All ranks of the group call this together; waits."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +30,41 @@ def require_member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(chosen, dist.ProcessGroup) or dist.get_rank(chosen) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only its ranks may call this")
     return chosen
+
+
+def replica_of(parameter: Tensor | None) -> Callable[[], Any]:
+    """Returns the DistributedDataParallel module, held weakly, that keeps a parameter alike on its ranks, or None.
+
+    Nothing but the garbage collector lists these modules, which is slow.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    modules = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
+    module = next((one for one in modules if any(own is parameter for own in one.parameters())), None)
+    return (lambda: None) if module is None else weakref.ref(module)
+
+
+def require_same_state(owner: Any, parameters: Sequence[Tensor]) -> None:
+    """Before the first step that ``owner`` decides about, by its ``state_dict()``, for ``parameters``.
+
+    RuntimeError on all ranks between which DDP keeps the parameters alike if the states differ. Waits.
+    """
+    module = replica_of(parameters[0])()
+    if module is None or module._join_config.enable or dist.get_world_size(module.process_group) == 1:
+        return
+    group, parts = module.process_group, owner.state_dict()["tensors"].values()
+    digest = zlib.crc32(b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts))
+    digests = gather(torch.tensor(digest, device=device_of(group)), group, type(owner).__name__)
+    if len(digests.unique()) > 1:
+        raise RuntimeError(differing_states(owner, group))
+
+
+def differing_states(owner: object, group: dist.ProcessGroup) -> str:
+    """The message that ranks of ``group`` would decide differently about steps."""
+    return (
+        f"the state of {owner!r} is not the same on all of {format_ranks(dist.get_process_group_ranks(group))}, which "
+        "would skip or clip different steps: load one state on all ranks, or on none"
+    )
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -24,7 +24,7 @@ from gradstat._core.backends import resolve
 from gradstat._core.host_copy import streams_of
 from gradstat._core.tensors import to_device
 from gradstat._step import optimizers
-from gradstat.guard import SpikeGuard, decide, last_guards
+from gradstat.guard import SpikeGuard, begin, decide
 
 
 class SkipRequest(NamedTuple):
@@ -68,8 +68,8 @@ def judged(
         loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
     given = norms.Decision.unclipped(norm, flag)
     kernels = resolve(backend, flag.device.type)
+    begin(guard, optimizer)
     verdict = decide(guard, kernels, given.scaling, given.verdict, loss, None, streams_of([flag]))
-    last_guards[optimizer] = guard
     return SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
 
 

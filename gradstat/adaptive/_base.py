@@ -61,6 +61,9 @@ class AdaptiveClip(ABC):
     for the device, and a step can be captured into a CUDA graph once one has run outside of it. A norm that is NaN or
     Inf changes neither gradients nor state, apart from being counted. Use one clip for one list of parameters. An
     option that is out of range raises ValueError.
+
+    With replicas of DDP a state has to be loaded on all ranks or on none, since they would clip differently: it is
+    compared before the clip is used for the first time, which otherwise raises RuntimeError.
     """
 
     _decides_on: str
@@ -79,6 +82,7 @@ class AdaptiveClip(ABC):
         self._window = whole_number("window", window, 1)
         self._options = {**options, "window": window}
         self._state_tensor: Tensor | None = None
+        self._is_compared = False  # over ranks, before its first step
 
     def __float__(self) -> float:
         # Clips of gradstat and torch call this if they got an adaptive clip in place of ``max_norm``.
@@ -100,11 +104,21 @@ class AdaptiveClip(ABC):
         if not gradients:
             return torch.tensor(0.0, device="cpu")
         given = ToClip(gradients, collected.owners(listed), collected.name_of, backend)
+        self._compare(given)
         with announce.change(given.parameters), torch.no_grad():
             norm = self._clip_(given)
             # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
             torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
+
+    def _compare(self, given: ToClip) -> None:
+        """Before the first step of this clip: RuntimeError if replicas of ``given`` have clips with other states."""
+        dist, is_first = torch.distributed, not self._is_compared
+        self._is_compared = True
+        if is_first and dist.is_available() and dist.is_initialized():
+            from gradstat._core.collectives import require_same_state
+
+            require_same_state(self, given.parameters)
 
     def _refuse(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
         """Raises, before anything is changed, if this clip cannot clip ``given``: of another list or another kind."""
@@ -216,6 +230,7 @@ class TensorClip(AdaptiveClip):
 def refuse(clip: AdaptiveClip, given: ToClip) -> None:
     """Raises, before anything is changed, if ``clip`` cannot clip ``given``: of another list or another kind."""
     clip._refuse(given)
+    clip._compare(given)
 
 
 def state_tensor_of(clip: AdaptiveClip, state: Any, place: str = "state") -> Tensor:

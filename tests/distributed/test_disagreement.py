@@ -137,6 +137,30 @@ def test_the_rank_and_the_first_difference_are_named_on_all_ranks(call: str, kno
         CALLS[call](named(mesh))  # and the ranks are still in step
 
 
+@pytest.mark.parametrize("known", ["neither", "one", "both"])
+@pytest.mark.parametrize("other", ["clip", "largest", "stranger"])
+@on_ranks(2)
+def test_another_order_of_calls_on_a_rank_is_refused_on_all_ranks(other: str, known: str) -> None:
+    """Reductions of the same list are of other sizes then, for which gloo ends the process."""
+    pairs = named(init_device_mesh("cpu", (2,)))
+    calls: list[Callable[[], object]] = [
+        lambda: gradstat.check(pairs),
+        {
+            "clip": lambda: gradstat.clip_grad_norm_(parameters_of(pairs), 100.0),
+            "largest": lambda: gradstat.clip_grad_norm_(parameters_of(pairs), 100.0, math.inf),
+            "stranger": lambda: gradstat.check(pairs[:2]),
+        }[other],
+    ]
+    for call in calls[: ("neither", "one", "both").index(known)]:
+        call()
+    for call in calls if dist.get_rank() == 0 else calls[::-1]:
+        with pytest.raises(RuntimeError, match=r"did not make the same calls|has other tensors than rank 0") as raised:
+            call()
+        assert_alike(str(raised.value))
+    for call in calls:  # and the ranks are still in step
+        call()
+
+
 def similar_lists(value: float) -> dict[str, Named]:
     """Lists of two ranks that begin with the same tensor and differ in one respect; each tensor has ``value``."""
     mesh, turned = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])

@@ -20,6 +20,7 @@ from helpers.layouts import batch, make_layout
 from helpers.ranks import on_ranks
 from test_step import OPTIMIZERS, network
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
@@ -400,3 +401,72 @@ def test_all_ranks_decide_alike_about_a_loss_of_one_of_them(layout: str) -> None
     everywhere = [torch.empty_like(held) for _ in range(4)]
     dist.all_gather(everywhere, held)
     assert all(torch.equal(held, other) for other in everywhere)
+
+
+def _uneven(way: str) -> tuple[int, SpikeGuard]:
+    torch.manual_seed(0)
+    model, guard = DistributedDataParallel(nn.Linear(8, 2)), SpikeGuard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    taken, watch = 0, {"on_anomaly": "record", "guard": guard}
+    monitor = gradstat.Monitor(model, optimizer, **watch) if way == "Monitor" else None
+    if way == "auto":
+        gradstat.auto(model, optimizer, **watch)
+    with model.join():
+        for _ in range(4 + 3 * dist.get_rank()):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            if way == "guarded_step":
+                gradstat.guarded_step(optimizer, guard=guard, loss=loss)
+            else:
+                if monitor is not None:
+                    monitor.step(loss)
+                optimizer.step()
+            taken += 1
+    return taken, guard
+
+
+@pytest.mark.parametrize("way", ["guarded_step", "Monitor", "auto"])
+@on_ranks(3)
+def test_ranks_may_end_at_different_steps_with_ddps_join(way: str) -> None:
+    """The mean of the loss would wait for a rank that has ended; the norm is the same on those that go on."""
+    taken, guard = _uneven(way)
+    assert taken == guard.read(wait=True).steps == 4 + 3 * dist.get_rank()
+    assert not guard.state_dict()["tensors"]["values"][0].any()
+
+
+@pytest.mark.parametrize("kind", ["guard", "sigma", "used", "ZClip", "AutoClip", "AdaGC", "clip_"])
+@pytest.mark.parametrize("loads", ["all", "none", "rank 0", "rank 1", "others"])
+@on_ranks(2)
+def test_a_state_that_not_all_ranks_have_loaded_is_refused_on_all(loads: str, kind: str) -> None:
+    """As in a program that loads a checkpoint on one rank, since DDP broadcasts the parameters."""
+    model, rank = DistributedDataParallel(nn.Linear(8, 2)), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    make: Any = {
+        **{"guard": SpikeGuard, "used": SpikeGuard, "sigma": SpikeGuard.sigma},
+        **{"ZClip": gradstat.ZClip, "AutoClip": AutoClip, "AdaGC": AdaGC, "clip_": gradstat.ZClip},
+    }[kind]
+
+    def step(judge: Any, value: float) -> None:
+        optimizer.zero_grad()
+        loss = model(torch.full((4, 8), value)).square().mean()
+        loss.backward()
+        if kind == "clip_":
+            judge.clip_(model.parameters())
+        elif isinstance(judge, SpikeGuard):
+            gradstat.guarded_step(optimizer, guard=judge, loss=loss)
+        else:
+            gradstat.guarded_step(optimizer, judge)
+
+    first, states = make(), []
+    for i in range(3):
+        step(first, 1.0 + i)
+        states.append(first.state_dict())
+    state, judge = states[1 if loads == "others" and rank else 2], first if kind == "used" else make()
+    if loads in ("all", "others", f"rank {rank}"):
+        judge.load_state_dict(state)
+    if loads in ("all", "none"):
+        step(judge, 1.0)
+        return
+    with pytest.raises(RuntimeError, match=r"is not the same on all of ranks 0, 1.*load one state on all ranks"):
+        step(judge, 1.0)
