@@ -184,7 +184,7 @@ LAYERS = {
         | host_copy agreement | sharded | measure | multiply | __init__
     """,
     "gradstat.monitor": """
-        unwatched options policies actions segments flight_file source ranks
+        unwatched options policies actions segments flight_file source ranks backward_passes
         | endings diagnosis arguments state | probes page_data | recorder view | command log | reviewer | responder
         | results | monitor | listener testing | __init__
     """,
