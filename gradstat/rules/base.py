@@ -265,7 +265,7 @@ class RowsRule(Rule):
                 yield from self.judge(window, rows, kind)
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        """Finds problems in the ``rows`` of a kind."""
+        """Finds problems in the ``rows`` of a ``kind`` in the ``window``."""
         raise NotImplementedError
 
 

@@ -102,7 +102,7 @@ class TargetsRule(LearningRule):
     _ratios = carried(Records(3))  # of the last batches: squared gradients, also over the loss, per sum and mean
 
     def looks(self, window: Window) -> Iterator[tuple[int, OutputFacts, float, Targets | None]]:
-        """As `looks`, with what is known about the targets; None if nothing is."""
+        """As `looks` of the ``window``, with what is known about the targets; None if nothing is."""
         for step, facts, loss in looks(window):
             yield step, facts, loss, self._targets_of(facts, loss)
 
