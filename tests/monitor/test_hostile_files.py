@@ -743,6 +743,7 @@ def test_names_that_mean_harm_are_saved_read_and_told_without_harm(tmp_path: Pat
     assert main(["view", str(path), "--no-page", "--json"]) == 0
     assert is_printable(capsys.readouterr().out)
     made = named(NAMES)
+    assert all(str(finding).isprintable() for finding in made.findings)
     made.scalars |= {name: np.full(2, np.inf) for name in NAMES}
     made.tables |= dict.fromkeys(NAMES, made.tables["gradient"])
     save(made, path)
