@@ -238,9 +238,8 @@ class UnchangedParameter(Rule):
                 rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
                 rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
                 severity: Severity = "info" if rests else self.severity
-                info = rows.tensors.infos[names.index(fresh[0])]
                 causes: tuple[str, ...] = self.causes
-                if info is not None and info.dtype.itemsize <= 2:
+                if _is_half(rows, fresh[0]):
                     causes = (_ROUNDED, *(cause for cause in causes if cause != _ROUNDED))
                 yield self.found(began, fresh[0], text, "parameter", severity, causes, parameters=fresh[:20])
 
@@ -271,9 +270,15 @@ class UnchangedParameter(Rule):
             name = rows.names[int((moves == moved).argmax())]
             more = {"moved": moved, "steps": steps}
             causes = _HARDLY if window.run.second_moment_decay else (_TINY, *_HARDLY[::-1])
+            causes = (_ROUNDED, *causes) if _is_half(rows, name) else causes
             yield self.found(step - steps, name, text, "parameter", None, causes, _LARGER, **more)
         if rate > 0 and not moved < usual:
             self._usual, self._strength = moved / steps / rate, strength
+
+
+def _is_half(rows: Rows, name: str) -> bool:
+    info = rows.tensors.infos[rows.names.index(name)]
+    return info is not None and info.dtype.itemsize <= 2
 
 
 _REGULAR = 2  # intervals in a row with equally many changes per step, before one with more is judged

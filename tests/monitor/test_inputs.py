@@ -1218,3 +1218,52 @@ def test_what_begins_or_moves_in_an_unusual_way_is_not_told(layers: Any, seed: i
     if isinstance(model[0], nn.Linear):
         optimizer.register_step_post_hook(normalise)
     assert [str(found) for found in serious(trained(model, loss, 150, optimizer))] == []
+
+
+# Causes --------------------------------------------------------------------------------------------------------------
+
+# Of a small training: the dtype of its weights, whether autocast computes in float16, by what the loss is multiplied, and
+# what happens to the weights after a step; then the first cause of the first warning, "" for none.
+CAUSES: dict[str, tuple[torch.dtype, bool, float, str, str]] = {
+    "float16": (torch.float16, False, 1e-6, "", "gradients too small for float16"),
+    "float16 by autocast": (torch.float32, True, 1e-6, "", "gradients too small for float16"),
+    "float16 by autocast, with bfloat16 weights": (torch.bfloat16, True, 1e-6, "", "gradients too small for float16"),
+    "float16 by autocast, where all becomes zero": (torch.float32, True, 1e-9, "", "gradients too small for float16"),
+    "float32": (torch.float32, False, 1e-4, "", ""),
+    "bfloat16 weights": (torch.bfloat16, False, 1.0, "", "updates below the precision of the weight"),
+    "restored weights": (torch.float32, False, 1.0, "restored", "it is not in the optimizer"),
+    "rounded weights": (torch.float32, False, 1.0, "rounded", "weights that something sets back or rounds"),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+@pytest.mark.parametrize("how", ["auto", "monitor"])
+def test_the_first_cause_fits_the_run(kind: str, how: str) -> None:
+    dtype, is_half, factor, after, cause = CAUSES[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to(dtype)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    make = sgd if dtype is torch.float16 else adamw  # Adam's eps is 0 in float16
+    optimizer = make(model, 1e-6 if dtype is torch.bfloat16 and not is_half else 1e-3)
+    handle = gradstat.auto(model, optimizer, on_anomaly=RECORD) if how == "auto" else None
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD) if handle is None else handle.monitor
+    for step in range(120):
+        with torch.autocast("cpu", torch.float16, enabled=is_half):
+            outputs = model(normal(step).to(dtype))
+        loss = (outputs.float() - normal(step)[:, :4].tanh()).square().mean() * factor
+        optimizer.zero_grad()
+        loss.backward()
+        if handle is None:
+            monitor.step(loss)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters() if after == "rounded" else ():
+                grid = parameter.abs().max() / 7
+                parameter.copy_((parameter / grid).round() * grid)
+        if after == "restored":
+            model.load_state_dict(kept)
+    monitor.detach()
+    found = serious(monitor)
+    assert bool(found) == bool(cause), lines(found)
+    assert not found or found[0].causes[0].startswith(cause), [(finding.rule, finding.causes[0]) for finding in found]
+    assert not after or any("sets back" in one for one in found[0].causes)
