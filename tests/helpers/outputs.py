@@ -15,7 +15,7 @@ class SeenOutputs:
     """Looks at the outputs of ``model`` from now on."""
 
     def __init__(self, model: nn.Module) -> None:
-        run: Any = SimpleNamespace(model=model, settings=SimpleNamespace(periods=DEFAULT_WATCH), leaves={})
+        run: Any = SimpleNamespace(model=model, settings=SimpleNamespace(periods=DEFAULT_WATCH, asked={}), leaves={})
         self._probe = Outputs(run)
 
     def take(self) -> OutputFacts | None:

@@ -1222,8 +1222,8 @@ def test_what_begins_or_moves_in_an_unusual_way_is_not_told(layers: Any, seed: i
 
 # Causes --------------------------------------------------------------------------------------------------------------
 
-# Of a small training: the dtype of its weights, whether autocast computes in float16, by what the loss is multiplied, and
-# what happens to the weights after a step; then the first cause of the first warning, "" for none.
+# Of a small training: the dtype of its weights, whether autocast computes in float16, by what the loss is multiplied,
+# and what happens to the weights after a step; then the first cause of the first warning, "" for none.
 CAUSES: dict[str, tuple[torch.dtype, bool, float, str, str]] = {
     "float16": (torch.float16, False, 1e-6, "", "gradients too small for float16"),
     "float16 by autocast": (torch.float32, True, 1e-6, "", "gradients too small for float16"),
