@@ -351,6 +351,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a weight is changed on one rank only", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
           multiplied("module.0.weight", 1.0001), lambda seed: train_mlp(seed, shown=False), step=12, late=8, further=12,
           ranks=2, watch={"replicas": 10}),
+    Fault("the module inside of DDP is called", "MLP, DDP on 2 ranks", "unreduced-gradients", "gradients",
+          loss(lambda model, batch: cross_entropy(model.module, batch)), step=0, further=20, ranks=2,
+          broken_ranks=(0, 1)),
     Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", _unbroken,
           step=0, ranks=2, watch={"batches": 10}),
     # Data
