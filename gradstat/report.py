@@ -33,6 +33,9 @@ _ORIGIN = (
     "Nearly all: what made them so came before the gradients, in the loss or the forward pass. This prints its line:",
     "  gradstat.monitor.find_culprit(model, lambda: loss_of(model(inputs), targets).backward())",
 )
+# Weights of which that can be said; and what is said of them.
+_FEW = 3
+_BEHIND = "what made them so came from the forward pass, or from behind in the backward pass. This prints its line:"
 _HEADER = ("name", "shape", "NaN", "Inf", "first at", "norm", "min", "max", "zeros")
 
 
@@ -322,9 +325,20 @@ class Report(Judged, OneRow):
 
     @functools.cached_property
     def _origin(self) -> tuple[str, ...]:
-        """What to do if nearly all gradients have NaN, since then none of them is the first; empty if not."""
-        is_one = self.nan_count and 1 < len(self) <= _NEARLY_ALL * len(self.nonfinite) and self._what == "gradient"
-        return _ORIGIN if is_one else ()
+        """What to do if nearly all gradients have NaN, since then none of them is the first; empty if not.
+
+        Or nearly all weights up to some depth, as where the forward pass makes NaN: some biases stay finite.
+        """
+        if self._what != "gradient" or not self.nan_count or len(self) < 2:
+            return ()
+        if len(self) <= _NEARLY_ALL * len(self.nonfinite):
+            return _ORIGIN
+        weights = [i for i, info in enumerate(self._infos) if len(info.shape) > 1]
+        bad = np.flatnonzero(self._each.field("nan_count")[weights])
+        if len(bad) < _FEW or bad[-1] + 1 > _NEARLY_ALL * len(bad) or len(self) > 2 * len(self.nonfinite):
+            return ()
+        last = printable(self.names[weights[bad[-1]]])
+        return f"Nearly all weights up to {last}: {_BEHIND}", _ORIGIN[1]
 
     def _footers(self) -> list[str]:
         lines = [*self._origin]

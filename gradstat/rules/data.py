@@ -178,9 +178,9 @@ class _RankRule(Rule):
                 yield seen.step, seen.value
 
 
-# Steps in a row; and the share of steps that brought a change before, weighted over the last 32 or so. If changes come
-# by chance, the chance of 20 steps without one is then 0.4 ** 20.
-_IN_A_ROW, _CHANGING = 20, 0.6
+# The share of steps that brought a change before, weighted over the last 32 or so. If changes come by chance, the
+# chance of 20 steps without one is then 0.4 ** 20.
+_CHANGING = 0.6
 
 
 class RepeatedBatch(_RankRule):
@@ -190,11 +190,18 @@ class RepeatedBatch(_RankRule):
     batches are the same if equally many rows of gradients are zero: an embedding has such rows for tokens that are not
     in the batch. The smallest number so far does not count, as a batch may contain all tokens. A training that begins
     with repeated batches is not reported, since all its data may be in one batch.
+
+    Args:
+        in_a_row: Number of steps.
     """
 
     name = "repeated-batch"
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
+
+    def __init__(self, in_a_row: int = 20) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
 
     # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
     _last, _least = carried(dict[str, float]()), carried(dict[str, float]())
@@ -231,7 +238,7 @@ class RepeatedBatch(_RankRule):
             share = kept * share + is_other / 32
         last, least = sums[-1], min(least, *sums)
         self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
-        is_same = same_for >= _IN_A_ROW and share > _CHANGING * kept**same_for
+        is_same = same_for >= self.in_a_row and share > _CHANGING * kept**same_for
         # Inputs of a single value are no batch; `BatchRange` tells about them.
         return is_same and (
             last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())

@@ -242,7 +242,11 @@ _NO_INPUT = (
 
 
 class DeadGradient(_AbsentGradientRule):
-    """Gradients whose elements are all zero, step after step."""
+    """Gradients whose elements are all zero, step after step.
+
+    Args:
+        in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change.
+    """
 
     name = "dead-gradient"
     causes = (
@@ -257,19 +261,21 @@ class DeadGradient(_AbsentGradientRule):
         "for a step function, a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
     )
 
-    _STEPS = 20  # in a row; some models begin with a factor of zero, which the first steps change
+    def __init__(self, in_a_row: int = 20) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         parameters = window.latest.get("parameter")
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
-        for row, fresh, lengths, since in self.lasting(rows, dead, self._STEPS):
-            if (lengths >= self._STEPS).sum() == rows.present[row].sum():
-                text = f"all gradients have been zero for {self._STEPS} steps: nothing passes back from the loss, or "
+        for row, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
+            if (lengths >= self.in_a_row).sum() == rows.present[row].sum():
+                text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
                 text += "they are zeroed before they are measured"
                 _, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
                 first = TOO_SMALL * bool(window.run.in_float16 and not window.run.is_scaled)
                 more: dict[str, Any] = {"causes": (*first, *self.causes, *causes), "advice": (*advice, *self.advice)}
-                yield self.found(since[fresh[0]], "gradients", text, in_a_row=self._STEPS, **more)
+                yield self.found(since[fresh[0]], "gradients", text, in_a_row=self.in_a_row, **more)
                 continue
             # One number per user or item is a bias, though an embedding keeps it.
             shapes = [() if info is None else info.shape for info in rows.tensors.infos]
@@ -283,7 +289,7 @@ class DeadGradient(_AbsentGradientRule):
             is_blank = weights & (zeros == rows.tensors.numel) & (since == 0)
             blank = [rows.names[i] for i in fresh if is_blank[i]]
             name = window.run.first_in_backward(blank or whole or names)
-            text = f"all elements of the gradient of {name} have been zero for {self._STEPS} steps"
+            text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
             text += ", and so are its own: it cannot change" * bool(blank)
             more = {} if whole else {"causes": _NO_INPUT}
             if blank:
@@ -293,9 +299,9 @@ class DeadGradient(_AbsentGradientRule):
             yield self._finding(rows, lengths, since, name, text, bool(weights[fresh].any()), **more)
 
 
-# Number of steps in a row, and if each missing parameter has a twin with a gradient: one of the same shape whose name
-# differs only in digits. A router may leave out some of its experts for long.
-_STEPS, _EXPERT_STEPS = 30, 300
+# Steps in a row if each missing parameter has a twin with a gradient: one of the same shape whose name differs only in
+# digits. A router may leave out some of its experts for long.
+_EXPERT_STEPS = 300
 # An info if all that never had a gradient have less than this share of all elements. Of 61 public programs, four have
 # parameters that they never use, up to 0.033 of the elements.
 _SMALL = 0.05
@@ -305,6 +311,9 @@ class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
     An info if they never had one, and the program removed it, or another optimizer may train them, as in a GAN.
+
+    Args:
+        in_a_row: Number of steps in a row.
     """
 
     name = "missing-gradient"
@@ -317,6 +326,10 @@ class MissingGradient(_AbsentGradientRule):
         "follow the module's output to the loss and look for what detaches it",
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
+
+    def __init__(self, in_a_row: int = 30) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
 
     _resting = carried(dict[str, int]())  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
 
@@ -333,11 +346,11 @@ class MissingGradient(_AbsentGradientRule):
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, list(self._resting))
-        needed = np.where(rows.present.any(1, keepdims=True), _STEPS, _SOON)
+        needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
         parameters = window.latest.get("parameter")
         tensors = None if parameters is None else parameters.of(rows.names).tensors
         if missing.any() and tensors is not None:
-            needed = np.where(_have_twins(rows, tensors, missing), _EXPERT_STEPS, needed)
+            needed = np.where(_have_twins(rows, tensors, missing), max(_EXPERT_STEPS, self.in_a_row), needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
                 # That is due to where the monitor is called, not to a parameter.

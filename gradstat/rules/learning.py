@@ -128,6 +128,9 @@ class NoLearning(LearningRule):
     Guessing among C classes has a loss of ln C. The slowest healthy classifiers of gradstat's tests leave it between
     steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 of that, or more than half
     of the predictions above chance are right, as where the loss has other terms.
+
+    Args:
+        steps: After so many, and then every 64, the last losses are judged, unless the learning rate still rises.
     """
 
     name = "no-learning"
@@ -143,8 +146,9 @@ class NoLearning(LearningRule):
     # How near to guessing among the samples a loss stays, and from which shares of it it may begin.
     _NEAR, _BEGAN = 0.005, (CHANCE, 1.25)
 
-    # After so many steps, and then every 64, the last losses are judged, unless the learning rate still rises.
-    _STEPS = 256
+    def __init__(self, steps: int = 256) -> None:
+        super().__init__()
+        self.steps = steps
 
     _has_learned, _samples = carried(False), carried(0.0)
     _norm, _grown = carried(math.nan), carried(math.nan)  # of weights, first and since
@@ -164,7 +168,7 @@ class NoLearning(LearningRule):
         for row in self._follow(window, until):
             if self._count < SOON + HALF:
                 continue
-            is_due = self._count % SPAN == 0 and self._count >= self._STEPS and not self._is_warm_up
+            is_due = self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
             if is_due and not window.run.has_rival:
                 yield from self._judge_samples()
             if self._classes and not self._has_learned:

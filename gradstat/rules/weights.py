@@ -161,9 +161,8 @@ def _unlike(rows: Rows, judged: Bools) -> tuple[str, float]:
 
 _NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
 _STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
-# Measurements in a row without any change, of which one is enough if no parameter has changed; and at least so many
-# steps, since measurements are close together after an incident.
-_UNCHANGED, _STEPS = 2, 50
+# Measurements in a row without any change, of which one is enough if no parameter has changed.
+_UNCHANGED = 2
 # Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the rounding error of
 # sums that are zero, as for a bias before a batch norm.
 _ROUNDING = 1e-5
@@ -184,6 +183,9 @@ class UnchangedParameter(Rule):
 
     Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or, under
     `gradstat.auto`, gradients were zeroed fifty times, and twice as often as between earlier steps, without a step.
+
+    Args:
+        steps: Minimum number of steps without any change: after an incident, measurements are close together.
     """
 
     name = "unchanged-parameter"
@@ -198,6 +200,10 @@ class UnchangedParameter(Rule):
         "make the optimizer after everything that replaces parameters",
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
+
+    def __init__(self, steps: int = 50) -> None:
+        super().__init__()
+        self.steps = steps
 
     _measured = carried(0)
     _means, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # sums and ranges over norms
@@ -229,7 +235,7 @@ class UnchangedParameter(Rule):
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            still = np.flatnonzero((counts >= enough) & (step - since >= _STEPS))
+            still = np.flatnonzero((counts >= enough) & (step - since >= self.steps))
             fresh = [names[i] for i in still if self.begins(names[i], step)]
             if fresh:
                 began = int(since[names.index(fresh[0])])
@@ -258,7 +264,7 @@ class UnchangedParameter(Rule):
         moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
         self._measured = step
         moved = float(np.fmax.reduce(moves))
-        if steps < _STEPS or not moved > 1e-12:  # which rounding alone does not exceed
+        if steps < self.steps or not moved > 1e-12:  # which rounding alone does not exceed
             return
         at = int(window.steps.searchsorted(step))
         rate, strength = window.value("lr", at), window.value("finite_norm", at)

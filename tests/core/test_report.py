@@ -160,3 +160,27 @@ def test_sums_beyond_float64_are_told_without_a_warning(sign: float) -> None:
     assert report.max_abs == huge[0]
     assert report.total_norm == report["tensors[1]"].l2_norm == math.inf
     assert "tensors[0]" in str(report)
+
+
+# Which of six layers, of a weight and a bias each, have NaN in their gradients, biases in parentheses; and what is said.
+DEPTHS = {
+    "0 1 2 3 (0 1 2)": "Nearly all weights up to 3.weight: ",
+    "0 1 2 3 4 5 (0 1 2 4)": "Nearly all weights up to 5.weight: ",
+    "0 1 2 3 4 5 (0 1 2 3 4 5)": "Nearly all: ",
+    "0 1 (0 1)": "",  # too few
+    "0 2 4 (0 1 2)": "",  # not all up to a depth
+    "0 1 2 ()": "",  # too few of all
+}
+
+
+@pytest.mark.parametrize("bad", DEPTHS)
+def test_where_the_forward_pass_made_nan_the_text_points_there(bad: str) -> None:
+    weights, biases = (list(map(int, part.split())) for part in bad.rstrip(")").split("("))
+    parameters = {}
+    for layer in range(6):
+        for name, size, spoiled in (("weight", (2, 2), weights), ("bias", (2,), biases)):
+            parameter = parameters[f"{layer}.{name}"] = torch.nn.Parameter(torch.ones(size))
+            parameter.grad = torch.full(size, math.nan if layer in spoiled else 1.0)
+    report, told = gradstat.check(parameters), DEPTHS[bad]
+    for text in (str(report), report._repr_html_(), str(pytest.raises(RuntimeError, report.raise_if_nonfinite).value)):
+        assert (told in text and "find_culprit" in text) if told else "find_culprit" not in text

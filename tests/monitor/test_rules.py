@@ -23,6 +23,7 @@ from torch import nn
 import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
+from gradstat.rules import MissingGradient
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window
 from gradstat.rules.runner import RuleRunner
@@ -1002,6 +1003,12 @@ def trained(monitor_rules: list[Rule], steps: int = 5) -> Monitor:
         monitor.step(-1.0)
     monitor.flush()
     return monitor
+
+
+def test_steps_of_patience_are_arguments() -> None:
+    patient = MissingGradient(in_a_row=3)
+    assert "in_a_row=3" in repr(patient)
+    assert [finding.step for finding in findings(patient, gone(range(4, 7), end=7).windows(32))] == [4]
 
 
 def test_a_rule_may_be_a_function() -> None:
