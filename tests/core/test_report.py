@@ -162,7 +162,7 @@ def test_sums_beyond_float64_are_told_without_a_warning(sign: float) -> None:
     assert "tensors[0]" in str(report)
 
 
-# Which of six layers, of a weight and a bias each, have NaN in their gradients, biases in parentheses; and what is said.
+# Which of six layers, of a weight and a bias each, have NaN in gradients, biases in parentheses; and what is said.
 DEPTHS = {
     "0 1 2 3 (0 1 2)": "Nearly all weights up to 3.weight: ",
     "0 1 2 3 4 5 (0 1 2 4)": "Nearly all weights up to 5.weight: ",
