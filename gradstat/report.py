@@ -333,12 +333,10 @@ class Report(Judged, OneRow):
             return ()
         if len(self) <= _NEARLY_ALL * len(self.nonfinite):
             return _ORIGIN
-        weights = [i for i, info in enumerate(self._infos) if len(info.shape) > 1]
-        bad = np.flatnonzero(self._each.field("nan_count")[weights])
-        if len(bad) < _FEW or bad[-1] + 1 > _NEARLY_ALL * len(bad) or len(self) > 2 * len(self.nonfinite):
+        last = _deepest_nan(self._infos, self._each.field("nan_count"))
+        if last is None or len(self) > 2 * len(self.nonfinite):
             return ()
-        last = printable(self.names[weights[bad[-1]]])
-        return f"Nearly all weights up to {last}: {_BEHIND}", _ORIGIN[1]
+        return f"Nearly all weights up to {printable(self.names[last])}: {_BEHIND}", _ORIGIN[1]
 
     def _footers(self) -> list[str]:
         lines = [*self._origin]
@@ -353,6 +351,14 @@ class Report(Judged, OneRow):
         if self.missing:
             lines.append(f"no {self._what} ({len(self.missing)}): {listed(self.missing, _SHOWN)}")
         return [line for line in lines if line]
+
+
+def _deepest_nan(infos: Sequence[TensorInfo], nan_counts: Array) -> int | None:
+    """The last weight with NaN, if nearly all before it have NaN, too, and they are some."""
+    weights = [i for i, info in enumerate(infos) if len(info.shape) > 1]
+    bad = np.flatnonzero(nan_counts[weights])
+    is_prefix = len(bad) >= _FEW and bad[-1] + 1 <= _NEARLY_ALL * len(bad)
+    return weights[bad[-1]] if is_prefix else None
 
 
 def nonfinite_words(stats: TensorStats) -> str:

@@ -31,7 +31,40 @@ _SETTING, _NO_DECAY = 10.0, 0.05
 _SETTINGS = ("a schedule that sets it in place of lr", "an optimizer that was restored, or edited, wrongly")
 
 
-class LearningRateJump(Rule):
+class _GrowthRule(Rule):
+    """Base of a rule on rates that grow, which waits for what follows in losses and norms."""
+
+    # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
+    _losses, _norms = carried(list[float]()), carried(list[float]())
+    _last, _grown = carried(-1), carried(Records(4))
+
+    def _remember(self, window: Window) -> None:
+        nothing = np.zeros(len(window.steps))
+        for kept, name in ((self._losses, "loss"), (self._norms, "norm")):
+            del kept[: -3 * _FOLLOWS]
+            kept += bounded(window.scalars.get(name, nothing))
+        self._last = int(window.steps[-1]) if len(window.steps) else self._last
+
+    def _around(self, step: int) -> list[tuple[Sequence[float], Sequence[float]]]:
+        """Losses up to ``step`` and after it, and norms."""
+        first = len(self._losses) - (self._last - step)
+        return [around(kept, first, _FOLLOWS, _FOLLOWS) for kept in (self._losses, self._norms)]
+
+    def _followed(self, is_scaled: bool) -> Iterator[list[float]]:
+        """The growths that something followed. Gradients overflow now and then if the loss ``is_scaled``."""
+        waiting, self._grown = self._grown, Records(4)
+        for growth in waiting:
+            (losses, later_losses), (norms, later_norms) = self._around(int(growth[1]))
+            ends = max([*later_losses, *([] if is_scaled else later_norms)], default=0.0) >= HUGE
+            signals = ((losses, later_losses), ([_NORMS * norm for norm in norms], later_norms))
+            rises = (risen(old, new, _IN_A_ROW, min) for old, new in signals if len(old) >= _IN_A_ROW)
+            if ends or any(rise is not None for rise in rises):
+                yield growth
+            elif len(later_losses) < _FOLLOWS:
+                self._grown.append(growth)
+
+
+class LearningRateJump(_GrowthRule):
     """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay or an eps that jumps.
 
     The rate of step 0 is compared with none: a program may set it between the backward pass and the step.
@@ -49,9 +82,6 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
-    _losses, _norms = carried(list[float]()), carried(list[float]())
-    _last, _grown = carried(-1), carried(Records(4))
     _course = carried(list[float]())  # the last rates of the first group
     # By series, as `rate_name` calls them.
     _before = carried(dict[str, float]())
@@ -99,31 +129,6 @@ class LearningRateJump(Rule):
         for group, step, before, rate in self._followed(window.scalar("loss_scale") is not None):
             if self.begins(f"jump {rate_name(int(group))}", int(step)):
                 yield self._jump(int(step), rate_name(int(group)), before, rate)
-
-    def _remember(self, window: Window) -> None:
-        nothing = np.zeros(len(window.steps))
-        for kept, name in ((self._losses, "loss"), (self._norms, "norm")):
-            del kept[: -3 * _FOLLOWS]
-            kept += bounded(window.scalars.get(name, nothing))
-        self._last = int(window.steps[-1]) if len(window.steps) else self._last
-
-    def _around(self, step: int) -> list[tuple[Sequence[float], Sequence[float]]]:
-        """Losses up to ``step`` and after it, and norms."""
-        first = len(self._losses) - (self._last - step)
-        return [around(kept, first, _FOLLOWS, _FOLLOWS) for kept in (self._losses, self._norms)]
-
-    def _followed(self, is_scaled: bool) -> Iterator[list[float]]:
-        """The growths that something followed. Gradients overflow now and then if the loss ``is_scaled``."""
-        waiting, self._grown = self._grown, Records(4)
-        for growth in waiting:
-            (losses, later_losses), (norms, later_norms) = self._around(int(growth[1]))
-            ends = max([*later_losses, *([] if is_scaled else later_norms)], default=0.0) >= HUGE
-            signals = ((losses, later_losses), ([_NORMS * norm for norm in norms], later_norms))
-            rises = (risen(old, new, _IN_A_ROW, min) for old, new in signals if len(old) >= _IN_A_ROW)
-            if ends or any(rise is not None for rise in rises):
-                yield growth
-            elif len(later_losses) < _FOLLOWS:
-                self._grown.append(growth)
 
     def _of_settings(self, seen: Observation) -> Iterator[Finding]:
         for name, new in seen.value.settings.items():
