@@ -21,7 +21,7 @@ def python(name: str, seconds: float, source: str) -> Command:
 def test_a_command_that_fails_or_runs_over_does_not_stop_the_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    endless = python("endless", 1.5, 'print("begun"); import time; time.sleep(600)')
+    endless = python("endless", 4, 'print("begun"); import time; time.sleep(600)')
     groups = [
         [python("failing", 60, "raise SystemExit(3)"), endless],
         [Command("missing", 60, "no-such-program")],

@@ -248,6 +248,7 @@ def test_copies_of_a_watched_model_are_not_watched(kind: str) -> None:
         gc.collect()
         assert len(gc.get_objects()) - objects < 20  # a watched copy would keep objects of each forward pass
         own = gradstat.Monitor(other, torch.optim.SGD(other.parameters(), lr=0.1), **MONITORS[kind])
+        other(torch.randn(4, 3))
         own.step(1.0)
     gc.unfreeze()
     train(model, optimizer, monitor, 2)
