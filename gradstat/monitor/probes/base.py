@@ -118,7 +118,7 @@ class HookedProbe(Probe):
         super().__init__(run)
         self.hooks = list(hooks)
         self.handles += hooks.values()
-        self._may_tell = self.watch in run.settings.asked  # what hooks do not see, once
+        self.may_tell = self.watch in run.settings.asked  # what hooks do not see, once
 
     def switch(self, on: bool) -> None:
         for hook in self.hooks:
@@ -131,9 +131,9 @@ class HookedProbe(Probe):
             seen: The names of the modules that were seen in the first step in which the probe is due.
             hooked: Those of all modules with hooks.
         """
-        if not self._may_tell:
+        if not self.may_tell:
             return
-        self._may_tell, modules = False, dict(self.run.model.named_modules())
+        self.may_tell, modules = False, dict(self.run.model.named_modules())
         whys: dict[str, str] = {}
         for name in hooked:
             parts = ("", *itertools.accumulate(name.split("."), "{}.{}".format)) if name not in seen else ()

@@ -113,7 +113,8 @@ class Inputs(HookedProbe):
         if self._labels:
             step.late["label"] = functools.partial(self._out_of_range, self._labels)
             self._labels = []
-        self.tell_unseen([] if batch is None and not self._passes else [""])
+        if self.may_tell:  # a call in every step otherwise
+            self.tell_unseen([] if batch is None and not self._passes else [""])
         if self._earlier.seen:
             self._merge()
             names, measured = self._earlier.take()
