@@ -314,12 +314,13 @@ def _over_ranks(guard: SpikeGuard, loss: Tensor) -> Tensor | None:
     if not dist.is_available() or not dist.is_initialized():
         return loss
     from gradstat._core import collectives
+    from gradstat._core.wrappers import is_joining
 
     group = collectives.require_member(guard._group)
     if dist.get_world_size(group) == 1:
         return loss
     module = _replicas[guard]() if guard in _replicas else None
-    if module is not None and module._join_config.enable:
+    if module is not None and is_joining(module):
         return None
     world = dist.get_world_size(group)
     values = torch.nn.functional.pad(loss.reshape(1).to(collectives.device_of(group), torch.float64) / world, (0, 3))

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradstat._core.wrappers import is_joining
+
 
 class UnreachableRankError(RuntimeError):
     """A collective failed: a rank died, hangs, or did not make the same call as the other ranks.
@@ -50,7 +52,7 @@ def require_same_state(owner: Any, parameters: Sequence[Tensor]) -> None:
     RuntimeError on all ranks between which DDP keeps the parameters alike if the states differ. Waits.
     """
     module = replica_of(parameters[0])()
-    if module is None or module._join_config.enable or dist.get_world_size(module.process_group) == 1:
+    if module is None or is_joining(module) or dist.get_world_size(module.process_group) == 1:
         return
     group, parts = module.process_group, owner.state_dict()["tensors"].values()
     digest = zlib.crc32(b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts))

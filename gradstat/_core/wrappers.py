@@ -1,4 +1,4 @@
-"""Unwraps models: from torch.compile's module and from DDP."""
+"""Unwraps models: from torch.compile's module and from DDP; and whether a DDP module is joining."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ def uncompiled(model: Module) -> Module:
     """The original module of ``torch.compile(model)``'s result; any other module itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, Module) else model
+
+
+def is_joining(model: Module) -> bool:
+    """Whether this is inside of the ``join()`` of a DDP module, where ranks take fewer steps."""
+    config = getattr(uncompiled(model), "_join_config", None)
+    return config is not None and bool(config.enable)
 
 
 def without_ddp(model: Module) -> Module:

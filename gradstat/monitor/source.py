@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstat._core.wrappers import uncompiled
+from gradstat._core.wrappers import is_joining
 from gradstat.recording.findings import Finding
 
 
@@ -40,8 +40,7 @@ class StepSource:
 
     def is_joining(self) -> bool:
         """Whether this is inside of DDP's ``join()``, where ranks take fewer steps: nothing may wait for them."""
-        config = getattr(uncompiled(self.wrapper), "_join_config", None)
-        return config is not None and bool(config.enable)
+        return is_joining(self.wrapper)
 
     def why_nothing(self) -> str:
         """Why no step was taken."""

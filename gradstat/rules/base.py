@@ -122,6 +122,10 @@ class Rule:
             about,
         )
 
+    def led_by(self, cause: str) -> tuple[str, ...]:
+        """Its causes, with ``cause`` first."""
+        return (cause, *(other for other in self.causes if other != cause))
+
     def state_dict(self) -> dict[str, Any]:
         """Its state, as plain values."""
         return {key: _plain(value) for key, value in vars(self).items() if key.startswith("_")}

@@ -199,13 +199,13 @@ class RepeatedBatch(_RankRule):
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
 
-    def __init__(self, in_a_row: int = 20) -> None:
-        super().__init__()
-        self.in_a_row = in_a_row
-
     # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
     _last, _least = carried(dict[str, float]()), carried(dict[str, float]())
     _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]())
+
+    def __init__(self, in_a_row: int = 20) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, report in self._failed(window, "batches"):
@@ -291,7 +291,7 @@ class UnreducedGradients(Rule):
             since, is_no_sync = seen.value
             steps = seen.step - since
             if steps >= _UNREDUCED and self.begins("", seen.step):
-                causes = (_NO_SYNC, *(cause for cause in self.causes if cause != _NO_SYNC)) if is_no_sync else None
+                causes = self.led_by(_NO_SYNC) if is_no_sync else None
                 text = f"DDP has reduced no gradient in the last {steps} steps: each rank trains a model of its own"
                 yield self.found(since, "gradients", text, causes=causes, steps=steps)
 

@@ -218,10 +218,14 @@ _CALLED_TOO_EARLY_OR_LATE = {
 
 
 class _AbsentGradientRule(LastingRule):
-    """Base of rules about gradients that are zero or missing for many steps in a row.
+    """Base of rules about gradients that are zero or missing for ``in_a_row`` steps.
 
     An info if gradients come and go, as for experts chosen by a router.
     """
+
+    def __init__(self, in_a_row: int = 20) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
 
     def _finding(
         self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str, is_serious: bool = True, **more: Any
@@ -260,10 +264,6 @@ class DeadGradient(_AbsentGradientRule):
         "for ReLU units, try a smaller learning rate, another initialisation, LeakyReLU or GELU",
         "for a step function, a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
     )
-
-    def __init__(self, in_a_row: int = 20) -> None:
-        super().__init__()
-        self.in_a_row = in_a_row
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         parameters = window.latest.get("parameter")
@@ -327,11 +327,10 @@ class MissingGradient(_AbsentGradientRule):
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
 
-    def __init__(self, in_a_row: int = 30) -> None:
-        super().__init__()
-        self.in_a_row = in_a_row
-
     _resting = carried(dict[str, int]())  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
+
+    def __init__(self, in_a_row: int = 30) -> None:
+        super().__init__(in_a_row)
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).

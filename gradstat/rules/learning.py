@@ -146,13 +146,13 @@ class NoLearning(LearningRule):
     # How near to guessing among the samples a loss stays, and from which shares of it it may begin.
     _NEAR, _BEGAN = 0.005, (CHANCE, 1.25)
 
-    def __init__(self, steps: int = 256) -> None:
-        super().__init__()
-        self.steps = steps
-
     _has_learned, _samples = carried(False), carried(0.0)
     _norm, _grown = carried(math.nan), carried(math.nan)  # of weights, first and since
     _gradient = carried(math.nan)  # the norm of the first gradients
+
+    def __init__(self, steps: int = 256) -> None:
+        super().__init__()
+        self.steps = steps
 
     def judge(self, window: Window) -> Iterable[Finding]:
         if math.isnan(self._gradient):

@@ -201,16 +201,16 @@ class UnchangedParameter(Rule):
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
 
-    def __init__(self, steps: int = 50) -> None:
-        super().__init__()
-        self.steps = steps
-
     _measured = carried(0)
     _means, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # sums and ranges over norms
     # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
     _usual, _strength = carried(math.nan), carried(math.nan)
     _same_for, _since = carried(PerName(0.0)), carried(PerName(0))
     _sums, _squares = carried(PerName(math.nan)), carried(PerName(math.nan))
+
+    def __init__(self, steps: int = 50) -> None:
+        super().__init__()
+        self.steps = steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("unused", []):
@@ -244,9 +244,7 @@ class UnchangedParameter(Rule):
                 rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
                 rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
                 severity: Severity = "info" if rests else self.severity
-                causes: tuple[str, ...] = self.causes
-                if _is_half(rows, fresh[0]):
-                    causes = (_ROUNDED, *(cause for cause in causes if cause != _ROUNDED))
+                causes = self.led_by(_ROUNDED) if _is_half(rows, fresh[0]) else None
                 yield self.found(began, fresh[0], text, "parameter", severity, causes, parameters=fresh[:20])
 
     def _hardly(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:

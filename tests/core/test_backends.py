@@ -178,8 +178,8 @@ LAYERS = {
         | bench integrations pytest_plugin | demo | __main__
     """,
     "gradstat._core": """
-        text
-        | files importing warn compiling collectives nested wrappers norms tensors engines announce
+        text wrappers
+        | files importing warn compiling collectives nested norms tensors engines announce
         | native reference saved hooks | backends parameters measurement
         | host_copy agreement | sharded | measure | multiply | __init__
     """,

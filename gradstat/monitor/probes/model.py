@@ -22,12 +22,12 @@ _MOST_NODES = 100_000
 class ModelFacts(Probe):
     """Observes once which parameters nobody trains, and whenever parameters are measured which modules drop nearly all.
 
-    Attributes:
-        in_float16: The names of parameters of another dtype whose gradients are computed in float16, by autocast.
-
     The first are in the graph of the first loss or the first outputs, have got gradients and no update since, and are
     neither watched nor in a watched optimizer. One that is not watched may train them, as for the discriminator of a
     GAN, but then they have changed.
+
+    Attributes:
+        in_float16: The names of parameters of another dtype whose gradients are computed in float16, by autocast.
     """
 
     early = frozenset([_LOOK])
