@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradstat._core.text import and_more, count_of, lines_of, listed, printable,
 from gradstat.recording.findings import Finding, in_words, reference_to
 from gradstat.recording.recording import Recording, first_nonfinite
 from gradstat.rules import RULES
+from gradstat.rules.consequences import explained
 from gradstat.tensor_stats import Judged
 
 # Findings that begin within this many steps of each other form one incident.
@@ -46,7 +47,8 @@ class Diagnosis(Judged):
         findings: Errors and warnings by the step in which they began. Those of one step are in the order of
             `gradstat.monitor.RULES`, causes before effects: the batch, the state before the step, the forward pass in
             module order, the loss, the backward pass in its order. A rising loss comes after gradients that are gone.
-            Infos follow, ordered likewise.
+            In an incident, an event that was seen comes before what is inferred from numbers and explained by it.
+            Then come errors that follow from another finding, and infos, ordered likewise.
         incidents: The errors and warnings in groups, by time.
         steps: How many steps the run had taken.
         model: Class name of the model.
@@ -75,30 +77,34 @@ class Diagnosis(Judged):
         order = {kind: {name: i for i, name in enumerate(table.names)} for kind, table in recording.tables.items()}
         backward = {name: i for i, name in enumerate(recording.backward_order)}
 
-        def place(finding: Finding) -> tuple[bool, int, int, int]:
+        def place(finding: Finding) -> tuple[int, int, int]:
             rule = rules.index(finding.rule) if finding.rule in rules else len(rules)  # user rules come last
             positions = order.get(finding.about, {})
             at = positions.get(finding.name, len(positions))
             if finding.about == "gradient":
                 # Without a backward order, assume that parameters at the end of the model are nearest to the loss.
                 at = backward.get(finding.name, -at)
-            return finding.severity == "info", finding.step, rule, at
+            return finding.step, rule, at
 
-        ranked = sorted(recording.findings, key=place)
-        serious = [finding for finding in ranked if finding.severity != "info"]
+        explains = {rule.name: rule.explains for rule in RULES}
+        ranked = explained(sorted(recording.findings, key=place), recording.findings, explains)
+        serious = [finding for finding in ranked if finding.severity != "info" and not _follows(finding)]
         groups: list[list[Finding]] = []
         for finding in serious:
             if groups and finding.step - groups[-1][-1].step <= _APART:
                 groups[-1].append(finding)
             else:
                 groups.append([finding])
-        incidents = tuple(Incident(group[0].step, group[-1].step, tuple(group)) for group in groups)
+        incidents = tuple(_incident(group, explains) for group in groups)
+        serious = [finding for incident in incidents for finding in incident.findings]
+        rest = [finding for finding in ranked if finding.severity == "info" or _follows(finding)]
+        rest.sort(key=lambda finding: finding.severity == "info")
         steps = recording.meta.get("steps")
         if type(steps) is not int:  # meta comes from a file, where it may be anything
             steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
         model, culprit = (str(recording.meta.get(name) or "") for name in ("model", "culprit"))
         notes = tuple(_notes(recording, not serious)) if steps else ()
-        return cls(tuple(ranked), incidents, steps, model or "the model", culprit, why_nothing, notes)
+        return cls((*serious, *rest), incidents, steps, model or "the model", culprit, why_nothing, notes)
 
     @property
     def ok(self) -> bool:
@@ -116,7 +122,8 @@ class Diagnosis(Judged):
         if self.ok:
             return printable(f"nothing wrong in {count_of(self.steps, 'step')} of {self.model}")
         first = self.incidents[0].findings[0]
-        counts = [sum(f.severity == severity for f in self.findings) for severity in ("error", "warning")]
+        counted = [f for f in self.findings if not _follows(f)]
+        counts = [sum(f.severity == severity for f in counted) for severity in ("error", "warning")]
         words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]
         return printable(
             f"{' and '.join(words)} in {self.steps:,} steps of {self.model}; it began in step {first.step} with "
@@ -152,7 +159,7 @@ class Diagnosis(Judged):
         """By `reference_to` a cause, what followed from it, as the runner of rules noted it."""
         followed: dict[str, dict[str, None]] = {}
         for finding in self.findings:
-            if "follows" in finding.evidence:
+            if _follows(finding):
                 words = f"{finding.rule} in step {finding.step} ({finding.name})"
                 followed.setdefault(str(finding.evidence["follows"]), {})[words] = None
         return {cause: ", ".join(words) for cause, words in followed.items()}
@@ -167,7 +174,7 @@ class Diagnosis(Judged):
         return shown, and_more(-left, "... and {} more findings")
 
     def _infos(self) -> list[str]:
-        infos = [f for f in self.findings if f.severity == "info" and "follows" not in f.evidence]
+        infos = [f for f in self.findings if f.severity == "info" and not _follows(f)]
         return [*self.notes, *(f"step {f.step}: {f.text}" for f in infos)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,6 +211,18 @@ class Diagnosis(Judged):
         return "".join(out) + "</div>"
 
     _repr_html_ = to_html
+
+
+def _follows(finding: Finding) -> bool:
+    """Whether it follows from another finding, and is named there in a line."""
+    return "follows" in finding.evidence
+
+
+def _incident(findings: Sequence[Finding], explains: Mapping[str, Sequence[str]]) -> Incident:
+    """An incident of ``findings``, in order; one that explains others comes first, though it may have shown later."""
+    rules = {finding.rule for finding in findings}
+    ordered = sorted(findings, key=lambda finding: rules.isdisjoint(explains.get(finding.rule, ())))
+    return Incident(findings[0].step, findings[-1].step, tuple(ordered))
 
 
 def _notes(recording: Recording, is_ok: bool) -> Iterator[str]:

@@ -49,6 +49,8 @@ class Rule:
         causes, advice: Default causes and advice of its findings, the most important first.
         quiet: After this many steps without it, the same problem is reported again.
         explained_by: Names of rules whose findings explain its own: after one of these it is not asked any more.
+        explains: Names of rules that infer from numbers what its own findings, events that were seen, bring about. A
+            warning of these within 100 steps of its own is an info that says what it follows from.
     """
 
     name: ClassVar[str] = ""
@@ -57,6 +59,7 @@ class Rule:
     advice: ClassVar[tuple[str, ...]] = ()
     quiet: ClassVar[int] = 100
     explained_by: ClassVar[tuple[str, ...]] = ()
+    explains: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self._episodes: dict[str, int] = {}  # the last step of each problem, by name

@@ -17,6 +17,7 @@ class HeavyDropout(Rule):
     """A dropout leaves less than a tenth of what it gets."""
 
     name = "heavy-dropout"
+    explains = ("no-learning", "unrelated-outputs")
     causes = ("the probability to keep an element, given as that to drop it",)
     advice = ("make p= of Dropout the share of elements that become zero",)
 
@@ -49,6 +50,7 @@ class ConstantWeights(LearningRule):
     """All elements of each weight are equal in the first step."""
 
     name = "constant-weights"
+    explains = ("dead-gradient", "no-learning", "unrelated-outputs")
     causes = ("an initialisation that is constant or zero, or was never called",)
     advice = ("draw weights at random, as reset_parameters() of torch's modules does",)
 

@@ -72,6 +72,9 @@ class LearningRateJump(_GrowthRule):
 
     name = "learning-rate-jump"
     quiet = 10
+    explains = (
+        "loss-spike", "exploding-gradient", "parameter-jump", "diverging-start", "growing-weights", "no-learning",
+    )  # fmt: skip
     causes = (
         "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
         "warm-up and decay that do not meet: decay does not begin where warm-up ends",

@@ -31,6 +31,10 @@ class GradientsNotZeroed(Rule):
     """
 
     name = "gradients-not-zeroed"
+    explains = (
+        "exploding-gradient", "loss-spike", "momentum-drift", "parameter-jump", "diverging-start", "growing-weights",
+        "no-learning", "unrelated-outputs",
+    )  # fmt: skip
     causes = (
         "optimizer.zero_grad() is not called between steps, or only that of another optimizer",
         "gradients that are kept on purpose, as momentum by hand: then leave this rule out of rules=",

@@ -36,6 +36,7 @@ class ActivatedOutputs(LearningRule):
     """Outputs went through an activation before a loss that takes their softmax."""
 
     name = "activation-before-softmax"
+    explains = ("no-learning", "unrelated-outputs", "vanishing-gradient")
     causes = (
         "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
     )
@@ -70,6 +71,7 @@ class SoftmaxDimension(LearningRule):
     """A softmax is one over the samples, or over places in a sequence, in two looks in a row."""
 
     name = "softmax-dimension"
+    explains = ("no-learning", "unrelated-outputs")
     causes = ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
     advice = ("give dim= the dimension of the classes: -1 if it is the last",)
 
@@ -144,6 +146,7 @@ class EqualTargets(TargetsRule):
     """In each batch looked at, all labels are of one class, or all targets are equal."""
 
     name = "equal-targets"
+    explains = ("no-learning", "unrelated-outputs", "loss-spike", "vanishing-gradient")
     causes = (
         "data sorted by class, and not shuffled",
         "labels that were lost, or read from the wrong column",

@@ -34,6 +34,7 @@ class Underflow(LastingRule):
     """
 
     name = "underflow"
+    explains = ("dead-gradient", "vanishing-gradient", "small-second-moment", "unchanged-parameter", "no-learning")
     causes = TOO_SMALL
     advice = (
         "scale the loss: gradstat.amp.GradScaler",

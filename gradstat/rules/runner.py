@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from gradstat._core.warn import warn_of_failure
-from gradstat.recording.findings import Finding, reference_to
+from gradstat.recording.findings import Finding
 from gradstat.rules.base import WRONG_SIGN, Band, Rule
-from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
+from gradstat.rules.consequences import Consequences
 from gradstat.rules.gradients import ExplodingGradient
 from gradstat.rules.rows import Floats, Window
 from gradstat.rules.training import LossSpike
@@ -44,8 +44,7 @@ class RuleRunner:
         self._every, self._weights = every, weights
         self._rates: list[float] = []
         self._first_loss = math.nan
-        self._cause: Finding | None = None  # of what is not finite
-        self._healthy_at = -1  # the last step with a finite loss and finite gradients
+        self._consequences = Consequences({rule.name: rule.explains for rule in rules})
         self.refused_at = -math.inf
         self._bands: list[tuple[str, float, float]] = []
         self.next_review = 1
@@ -75,37 +74,13 @@ class RuleRunner:
         rows = window.measured.get("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
-        findings = self._folded(findings, window)
+        findings = self._consequences.marked(findings, window)
         if len(self._rates) == 101 and self._rates[0] > 0:
             first, middle, last = self._rates[::50]
             # A learning rate that has grown by the same factor for a hundred steps: in the end training diverges.
             if middle > 1.5 * first and 0.8 < (last / middle) / (middle / first) < 1.25:
                 return [replace(finding, severity="info") for finding in findings]
         return findings
-
-    def _folded(self, findings: list[Finding], window: Window) -> list[Finding]:
-        """``findings`` by step; of one NaN the first stays, what follows from it becomes an info that says so."""
-        finite = np.ones(len(window.steps), dtype=bool)
-        for name in ("nonfinite", "loss_nonfinite"):
-            finite &= ~(window.scalars.get(name, np.zeros(len(finite))) > 0)
-        healthy = window.steps[finite].tolist()
-        folded = []
-        for finding in findings:
-            cause = self._cause
-            if finding.rule in ROOTS and finding.severity == "error":
-                follows = cause is not None and finding.rule in CONSEQUENCES
-                if cause is not None and any(cause.step < at < finding.step for at in [*healthy, self._healthy_at]):
-                    # It is over, unless it has reached what is kept from step to step and was finite before.
-                    is_kept = finding.rule in KEPT and finding.evidence.get("last_finite", -1) <= cause.step
-                    follows = is_kept and (finding.rule == NonfiniteBuffer.name or not window.run.skipped_by)
-                if cause is not None and follows:
-                    evidence = {**finding.evidence, "follows": reference_to(cause)}
-                    finding = replace(finding, severity="info", evidence=evidence)
-                else:
-                    self._cause = finding
-            folded.append(finding)
-        self._healthy_at = healthy[-1] if healthy else self._healthy_at
-        return folded
 
     def _in_context(self, finding: Finding, window: Window) -> Finding:
         """``finding`` with what the scalars show before its other causes."""
@@ -132,7 +107,8 @@ class RuleRunner:
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
-        self._rates, self._cause, self._healthy_at, self.refused_at = [], None, -1, -math.inf
+        self._rates, self.refused_at = [], -math.inf
+        self._consequences.forget()
         self._remember(steps, scalars)
         self.refresh(steps)
 

@@ -205,6 +205,7 @@ class OptimizerCoverage(Rule):
     """
 
     name = "optimizer-coverage"
+    explains = ("unchanged-parameter", "no-learning", "unrelated-outputs")
     causes = (
         "the optimizer was made before layers were added, replaced, tied or moved",
         "layers were frozen after the optimizer was made",

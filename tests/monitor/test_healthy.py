@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from training_programs import PROGRAMS, Program, run
 
 from gradstat.monitor import Diagnosis, Finding, Recording
+from gradstat.recording.findings import Severity
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
@@ -176,18 +177,51 @@ def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureReq
     assert Finding.from_dict(first.to_dict()) == first
 
 
+def _findings(*told: tuple[str, Severity, int]) -> list[Finding]:
+    return [Finding(rule, severity, step, "", {}) for rule, severity, step in told]
+
+
 def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
-    batch, loss, parameter, info = (
-        Finding(rule, severity, step, "", {})
-        for rule, severity, step in (
-            ("nonfinite-batch", "error", 7),
-            ("nonfinite-loss", "error", 7),
-            ("nonfinite-parameter", "error", 8),
-            ("no-learning", "info", 1),
-        )
+    batch, loss, parameter, info = _findings(
+        ("nonfinite-batch", "error", 7),
+        ("nonfinite-loss", "error", 7),
+        ("nonfinite-parameter", "error", 8),
+        ("no-learning", "info", 1),
     )
     recording = Recording(np.arange(9), {}, {}, [info, parameter, loss, batch])
     assert [*Diagnosis.of(recording).findings] == [batch, loss, parameter, info]
+
+
+@pytest.mark.parametrize(
+    ("told", "numbered", "below"),
+    [
+        # What is inferred is a line below the event that explains it, whatever was told first.
+        ([("loss-spike", "warning", 9), ("learning-rate-jump", "warning", 8)], [1], "loss-spike in step 9"),
+        ([("parameter-jump", "error", 60), ("learning-rate-jump", "warning", 8)], [1], "parameter-jump in step 60"),
+        # Not if it began before, long after, or is none of its effects; or if the event is harmless.
+        ([("loss-spike", "warning", 7), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
+        ([("loss-spike", "warning", 120), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
+        ([("raw-targets", "warning", 9), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
+        ([("loss-spike", "warning", 9), ("learning-rate-jump", "info", 8)], [0], ""),
+        (
+            [("no-learning", "warning", 0), ("raw-targets", "warning", 3), ("equal-targets", "warning", 5)],
+            [2, 0, 1],
+            "",
+        ),
+    ],
+)
+def test_an_event_that_was_seen_comes_before_what_is_inferred(
+    told: list[tuple[str, Severity, int]], numbered: list[int], below: str
+) -> None:
+    findings = _findings(*told)
+    diagnosis = Diagnosis.of(Recording(np.arange(200), {}, {}, findings))
+    shown = [finding for incident in diagnosis.incidents for finding in incident.findings]
+    assert shown == [findings[at] for at in numbered]
+    assert [*diagnosis.findings[: len(shown)]] == shown
+    assert (f"followed by: {below}" in str(diagnosis)) == ("followed by" in str(diagnosis)) == bool(below)
+    errors, warnings = (sum(one.severity == severity for one in shown) for severity in ("error", "warning"))
+    assert f"{warnings} warning" in diagnosis.headline()
+    assert not errors
 
 
 def test_the_document_lists_these_trainings_and_counts_these_faults() -> None:

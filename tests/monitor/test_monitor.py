@@ -194,6 +194,23 @@ def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) ->
     assert text.count("nonfinite-gradient (error)") == 1 + skips
 
 
+@pytest.mark.parametrize("at", [2, 3, 102, 103])
+def test_what_an_event_explains_becomes_an_info_that_names_it(at: int) -> None:
+    event = rule("event")(lambda rule, window: [rule.found(2, "it", "") for step in window.steps if step == 2])
+    event.explains = ("effect", "failure")
+    effect, failure = (
+        rule(name, severity=severity)(lambda rule, window: [rule.found(at, "it", "") for s in window.steps if s == at])
+        for name, severity in (("effect", "warning"), ("failure", "error"))
+    )
+    model, optimizer, monitor = made(rules=[effect(), event(), failure()])
+    trained(model, optimizer, monitor, 110)
+    monitor.flush()
+    told = {finding.rule: (finding.severity, finding.evidence.get("follows")) for finding in monitor.findings}
+    cause = "event in step 2" if at <= 102 else None
+    assert told["effect"] == ("info" if cause else "warning", cause)
+    assert told["failure"] == ("error", cause)  # its policies still apply
+
+
 def test_a_nan_that_came_after_all_was_finite_again_is_no_consequence() -> None:
     """The program skips the first bad step itself, which nothing tells the monitor."""
     model, optimizer, monitor = made(watch={"parameters": 10})

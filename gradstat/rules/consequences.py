@@ -1,0 +1,90 @@
+"""Which findings follow from which: one NaN from another, and what is inferred from what was seen to happen."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+
+from gradstat.recording.findings import Finding, reference_to
+from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
+from gradstat.rules.rows import Window
+
+# What is inferred follows from what was seen within so many steps before it. A convention of gradstat.
+_WITHIN = 100
+
+_by_step = attrgetter("step")
+
+
+def explained(
+    findings: Iterable[Finding], causes: Iterable[Finding], explains: Mapping[str, Sequence[str]]
+) -> list[Finding]:
+    """``findings``, of which those that one of ``causes`` explains say so, as infos if they are warnings.
+
+    ``explains`` has `gradstat.monitor.Rule.explains` by the name of a rule. An info explains nothing.
+    """
+    by_effect: dict[str, list[Finding]] = {}
+    for cause in sorted(causes, key=_by_step):
+        for effect in explains.get(cause.rule, ()) if cause.severity != "info" else ():
+            by_effect.setdefault(effect, []).append(cause)
+    return [_explained(finding, by_effect.get(finding.rule, [])) for finding in findings]
+
+
+def _explained(finding: Finding, causes: Sequence[Finding]) -> Finding:
+    """``finding``, which the last of ``causes`` before it explains if it is near."""
+    before = causes[: bisect_right(causes, finding.step, key=_by_step)]
+    if not before or finding.step - before[-1].step > _WITHIN or "follows" in finding.evidence:
+        return finding
+    return _following(finding, before[-1], finding.severity == "warning")
+
+
+def _following(finding: Finding, cause: Finding, is_info: bool) -> Finding:
+    evidence = {**finding.evidence, "follows": reference_to(cause)}
+    return replace(finding, severity="info" if is_info else finding.severity, evidence=evidence)
+
+
+class Consequences:
+    """Says of new findings what they follow from, as their evidence ``"follows"``."""
+
+    def __init__(self, explains: Mapping[str, Sequence[str]]) -> None:
+        self._explains = explains
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all findings so far."""
+        self._seen: list[Finding] = []  # of the last steps, that may explain others
+        self._nonfinite: Finding | None = None  # the cause of what is not finite
+        self._healthy_at = -1  # the last step with a finite loss and finite gradients
+
+    def marked(self, findings: Sequence[Finding], window: Window) -> list[Finding]:
+        """``findings`` of the ``window``, ordered by step."""
+        self._seen += (finding for finding in findings if self._explains.get(finding.rule))
+        if len(window.steps):
+            self._seen = [cause for cause in self._seen if window.steps[0] - cause.step <= 2 * _WITHIN]
+        return explained(self._folded(findings, window), self._seen, self._explains)
+
+    def _folded(self, findings: Sequence[Finding], window: Window) -> list[Finding]:
+        """``findings``, of which that of one NaN stays; what follows from it becomes an info."""
+        finite = np.ones(len(window.steps), dtype=bool)
+        for name in ("nonfinite", "loss_nonfinite"):
+            finite &= ~(window.scalars.get(name, np.zeros(len(finite))) > 0)
+        healthy = window.steps[finite].tolist()
+        folded = []
+        for finding in findings:
+            cause = self._nonfinite
+            if finding.rule in ROOTS and finding.severity == "error":
+                follows = cause is not None and finding.rule in CONSEQUENCES
+                if cause is not None and any(cause.step < at < finding.step for at in [*healthy, self._healthy_at]):
+                    # It is over, unless it has reached what is kept from step to step and was finite before.
+                    is_kept = finding.rule in KEPT and finding.evidence.get("last_finite", -1) <= cause.step
+                    follows = is_kept and (finding.rule == NonfiniteBuffer.name or not window.run.skipped_by)
+                if cause is not None and follows:
+                    finding = _following(finding, cause, is_info=True)
+                else:
+                    self._nonfinite = finding
+            folded.append(finding)
+        self._healthy_at = healthy[-1] if healthy else self._healthy_at
+        return folded
