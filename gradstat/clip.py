@@ -74,7 +74,7 @@ def clip_grad_norm_(
         return compiled
     accept = functools.partial(raise_if_nonfinite, norm_type=norm_type) if error_if_nonfinite else None
     spread = Spread(listed, extra_groups=extra_groups)
-    with announce.change(listed if max_norm != math.inf else ()):
+    with announce.change(listed if max_norm != math.inf else (), limit=max_norm):
         norm = clip_(gradients, max_norm, norm_type, name_of, backend, spread, accept=accept)
         if max_norm != math.inf:
             # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
@@ -151,7 +151,7 @@ def clip_grads_with_norm_(
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if not gradients or max_norm == math.inf:
         return
-    with announce.change(listed), torch.no_grad():
+    with announce.change(listed, limit=max_norm), torch.no_grad():
         multiplier = norms.clip_multiplier(norm, max_norm)
         if torch.compiler.is_compiling():
             if backend is not None:

@@ -25,10 +25,10 @@ Closure = Callable[[], Any]
 class Listener(Protocol):
     """What a watcher implements. Errors it raises reach the user before anything is changed."""
 
-    def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any) -> None:
+    def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any, limit: Any) -> None:
         """The gradients of ``parameters`` are about to be changed: by ``scaler``, or if that is None by a clip.
 
-        ``loss`` is the step's, if whoever announces it knows.
+        ``loss`` is the step's, if whoever announces it knows, and ``limit`` the clip's, if it has one.
         """
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
@@ -86,20 +86,22 @@ def listeners() -> list[Any]:
     return [listener for reference in tuple(_listeners) if (listener := reference()) is not None]
 
 
-def change(parameters: Sequence[Tensor], scaler: Any = None, loss: Any = None) -> AbstractContextManager[None]:
+def change(
+    parameters: Sequence[Tensor], scaler: Any = None, loss: Any = None, limit: Any = None
+) -> AbstractContextManager[None]:
     """A context in which the gradients of ``parameters`` are changed; the arguments are as for `Listener`."""
     if not _listeners or not parameters or torch.compiler.is_compiling() or getattr(_within, "change", False):
         return _NOBODY
-    return _announced(parameters, scaler, loss)
+    return _announced(parameters, scaler, loss, limit)
 
 
 @contextlib.contextmanager
-def _announced(parameters: Sequence[Tensor], scaler: Any, loss: Any) -> Iterator[None]:
+def _announced(parameters: Sequence[Tensor], scaler: Any, loss: Any, limit: Any) -> Iterator[None]:
     _within.change = True
     listening = listeners()
     try:
         for listener in listening:
-            listener.before_change(parameters, scaler, loss)
+            listener.before_change(parameters, scaler, loss, limit)
         try:
             yield
         finally:

@@ -126,7 +126,8 @@ def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwa
     if torch.compiler.is_compiling():
         return layer.below(parameters, *args, **kwargs)
     listed = as_list(parameters)
-    with announce.change(listed):
+    # Each of torch's clips takes its limit first, under a name of its own.
+    with announce.change(listed, limit=args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))):
         return layer.below(listed, *args, **kwargs)
 
 

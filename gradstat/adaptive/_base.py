@@ -105,7 +105,8 @@ class AdaptiveClip(ABC):
             return torch.tensor(0.0, device="cpu")
         given = ToClip(gradients, collected.owners(listed), collected.name_of, backend)
         self._compare(given)
-        with announce.change(given.parameters), torch.no_grad():
+        limit = self._options.get("max_norm", self._options.get("clipping"))  # others follow the size of gradients
+        with announce.change(given.parameters, limit=limit), torch.no_grad():
             norm = self._clip_(given)
             # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
             torch.autograd.graph.increment_version(gradients)

@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 from gradstat._core import announce
 from gradstat._core.announce import Closure
 from gradstat._core.parameters import named_parameters_of
-from gradstat._core.warn import warn
 from gradstat._step import decision, torch_calls
-from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.record import clip_before_step
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
@@ -55,7 +53,7 @@ class StepListener:
         # How often gradients were zeroed since the last step, and the version of that parameter then.
         self._unused = self._version = 0
         self._enough = 4 * _UNUSED  # some programs take the gradient of each sample
-        self._clips_late = self._has_warned = False
+        self._clips_late = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
         self._steps_itself = steps_itself  # or a step of this very optimizer has been seen
@@ -75,10 +73,10 @@ class StepListener:
 
     # Announcements ---------------------------------------------------------------------------------------
 
-    def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any) -> None:
+    def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any, limit: Any) -> None:
         """Measures the complete gradients of ``parameters``, unless it has, before ``scaler`` or a clip changes them.
 
-        ``loss`` is the step's, or None.
+        ``loss`` is the step's, or None, and ``limit`` the clip's.
         """
         if not (self.holds(parameters) and self._source.is_complete()):
             return
@@ -86,19 +84,11 @@ class StepListener:
             self._clips_late = True
             watched = set(map(id, self._parameters()))
             if watched.issuperset(map(id, parameters)):  # else others may not be used yet
-                self._recorder.note_late_clip()
+                self._recorder.note("late_clip", 1.0)
             return
         self.measure(scaler, loss)
-        used = self.monitor.scaler if scaler is None else None
-        if used is None or self._has_warned:
-            return
-        is_scaled = False
-        with self._contained():
-            is_scaled = used.is_enabled() and is_still_scaled(used, self.optimizer)
-        if is_scaled:
-            self._has_warned = True
-            text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
-            warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
+        if self.monitor.clips is not None:
+            self.monitor.clips.before_change(parameters, scaler, loss, limit)
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Notes that the gradients of ``parameters`` have been measured, though they are others now."""

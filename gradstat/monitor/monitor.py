@@ -28,6 +28,7 @@ from gradstat.monitor.recorder import Recorder
 from gradstat.monitor.responder import Responder
 from gradstat.monitor.results import Results
 from gradstat.monitor.reviewer import Reviewer
+from gradstat.monitor.scaled_clips import ScaledClips
 from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 from gradstat.recording.findings import Finding
@@ -139,8 +140,9 @@ class Monitor(Results):
         self.lock = threading.RLock()  # protects everything but responses, which call users' functions
         self.is_open = True
         endings.remember(self)
-        self._seeks_scaler = scaler is None and settings.engine is None
-        if self._seeks_scaler:
+        self.clips: ScaledClips | None = None  # while it is not known how the program clips
+        self._is_new = True  # no step has been taken with this scaler
+        if scaler is None and settings.engine is None:
             torch_calls.seek_scaler(self)
 
     @property
@@ -152,6 +154,7 @@ class Monitor(Results):
     def scaler(self, scaler: Any) -> None:
         self.recorder.scaler = scaler = inner_scaler(scaler)
         self.responder.use_scaler(scaler)
+        self._is_new = True
 
     # One step --------------------------------------------------------------------------------------------
 
@@ -188,8 +191,10 @@ class Monitor(Results):
             return self._not_watched("step")
         if responder.replayer.keeps_state:
             responder.replayer.require_batch()
-        if self._seeks_scaler:
-            self._find_scaler()
+        if self._is_new:
+            self._begin()
+        elif self.clips is not None:
+            self.clips.is_over = False
         if self.source.device is not None:
             loss = responder.shared_loss(loss)
         with self.lock:
@@ -248,14 +253,24 @@ class Monitor(Results):
         self.responder.respond_to(self, seen)
         return self.findings[first_new:]
 
-    def _find_scaler(self) -> None:
+    def _begin(self) -> None:
         """In the first step, takes the only scaler in use. With several monitors it could be another's."""
-        found = torch_calls.only_scaler() if self.scaler is None and endings.are_open() == 1 else None
+        optimizer, engine = self.recorder.optimizer, self.settings.engine
+        is_alone = self.scaler is None and engine is None and endings.are_open() == 1
+        found = torch_calls.only_scaler() if is_alone else None
         if found is not None:
-            check_guard(self.guard, self.recorder.optimizer, found)
+            check_guard(self.guard, optimizer, found)
             self.scaler = found
-        self._seeks_scaler = False
+        self._is_new = False
         torch_calls.end_seeking(self)
+        if self.recorder.is_scaled and engine is None and optimizer is not None:
+            self._leave_clips()
+            self.clips = ScaledClips(self.recorder, optimizer, self.unwatched, self.source.is_loop)
+
+    def _leave_clips(self) -> None:
+        if self.clips is not None:
+            self.clips.remove()
+            self.clips = None
 
     def _not_watched(self, call: str) -> list[Finding]:
         """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
@@ -308,6 +323,7 @@ class Monitor(Results):
             self.flush()
         finally:
             self._is_paused = self.is_detached = True
+            self._leave_clips()
             self.recorder.remove()
             self.responder.remove()
             endings.end(self, why)

@@ -166,9 +166,9 @@ class Recorder:
 
     # What others tell it ---------------------------------------------------------------------------------
 
-    def note_late_clip(self) -> None:
-        """Gradients were clipped between a step and the next backward pass."""
-        self._noted["late_clip"] = 1.0
+    def note(self, name: str, value: float) -> None:
+        """Adds a scalar to the next step that is measured."""
+        self._noted[name] = value
 
     def saw_loss(self, losses: Sequence[Any]) -> None:
         """Looks at the graph of the first loss."""

@@ -2,6 +2,7 @@
 
 from gradstat.rules.base import Rule
 from gradstat.rules.beginnings import ConstantWeights, DivergingStart, FarBeginning, HeavyDropout, TinyWeights
+from gradstat.rules.clips import LateClip, ScaledClip
 from gradstat.rules.data import (
     BatchRange,
     ConstantFeature,
@@ -26,7 +27,7 @@ from gradstat.rules.learning_rate import LearningRateJump
 from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, RawTargets, SoftmaxDimension, UnrelatedOutputs
 from gradstat.rules.precision import Underflow
-from gradstat.rules.training import LateClip, LossSpike, OptimizerCoverage
+from gradstat.rules.training import LossSpike, OptimizerCoverage
 from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
 
 RULES: tuple[type[Rule], ...] = (
@@ -40,6 +41,7 @@ RULES: tuple[type[Rule], ...] = (
     # The state it begins with. The optimizer's comes first, since it produced the parameters by its last update.
     OptimizerCoverage,
     GradientsNotZeroed,
+    ScaledClip,
     UnreducedGradients,
     ReplicaMismatch,
     NonfiniteOptimizerState,

@@ -153,27 +153,6 @@ def _signs(steps: list[int], losses: list[float]) -> Iterator[tuple[int, float, 
                 yield steps[at], losses[at - 1], losses[at]
 
 
-class LateClip(Rule):
-    """Gradients that are clipped after a step, before the next backward pass; needs `gradstat.auto` or an integration.
-
-    It is reported once.
-    """
-
-    name = "late-clip"
-    causes = ("a clip that is called after optimizer.step()",)
-    advice = ("clip between backward() and optimizer.step()",)
-
-    def bands(self) -> Mapping[str, Band]:
-        return {} if self._episodes else {"late_clip": (0.0, 0.0)}
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        for step, is_late in series(window, "late_clip"):
-            if is_late > 0 and not self._episodes:
-                self.begins("", step)
-                text = "gradients were clipped between a step and the next backward pass, which changes nothing"
-                yield self.found(max(step - 1, 0), "norm", text)
-
-
 _UNTRAINED = (
     "layers in a Python list or dict",
     "a network that is not trained, but whose parameters require gradients",

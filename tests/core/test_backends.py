@@ -185,8 +185,8 @@ LAYERS = {
     """,
     "gradstat.monitor": """
         unwatched options policies actions segments flight_file source ranks backward_passes
-        | endings diagnosis arguments state | probes page_data | recorder view | command log | reviewer | responder
-        | results | monitor | listener testing | __init__
+        | endings diagnosis arguments state | probes page_data | recorder view | command log scaled_clips | reviewer
+        | responder | results | monitor | listener testing | __init__
     """,
 }
 

@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import gradstat
+from gradstat._core import announce
 from gradstat.monitor import AnomalyError, AnomalyWarning, Monitor
 
 SKIP = {"error": ("skip", "record")}
@@ -397,21 +398,75 @@ def test_optimizers_that_share_a_scaler_are_distinguished() -> None:
     assert (bad.findings[0].rule, bad.findings[0].step) == ("nonfinite-loss", 2)
 
 
-def test_a_clip_of_scaled_gradients_is_reported() -> None:
+Clip = Callable[[list[nn.Parameter], torch.amp.GradScaler, torch.optim.Optimizer], object]
+
+# Clips between backward() and the step, and whether they clip what carries the loss scale.
+SCALED_CLIPS: dict[str, tuple[Clip, bool]] = {
+    "norm": (lambda p, *_: nn.utils.clip_grad_norm_(p, 1.0), True),
+    "value": (lambda p, *_: nn.utils.clip_grad_value_(p, clip_value=1.0), True),
+    "known norm": (lambda p, *_: nn.utils.clip_grads_with_norm_(p, 1.0, torch.tensor(9.0)), True),
+    "gradstat's": (lambda p, *_: gradstat.clip_grad_norm_(p, 1.0), True),
+    "FixedClip": (lambda p, *_: gradstat.FixedClip(1.0).clip_(p), True),
+    "after unscale_": (lambda p, s, o: [s.unscale_(o), nn.utils.clip_grad_norm_(p, 1.0)], False),
+    "in one call": (lambda p, s, o: s.unscale_and_clip_(o, 1.0), False),
+    "of another model": (lambda *_: nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0), False),
+    "limit times scale": (lambda p, s, _: nn.utils.clip_grad_norm_(p, s.get_scale()), False),
+    "no limit": (lambda p, *_: nn.utils.clip_grad_norm_(p, math.inf), False),
+    "AutoClip": (lambda p, *_: gradstat.AutoClip().clip_(p), False),
+    "between two steps": (lambda p, s, o: [s.step(o), s.update(), nn.utils.clip_grad_norm_(p, 1.0)], False),
+}
+
+
+@pytest.mark.parametrize("way", ["auto", "Monitor", "Monitor without a scaler"])
+@pytest.mark.parametrize("how", SCALED_CLIPS)
+def test_a_clip_of_scaled_gradients_is_told_once(how: str, way: str) -> None:
+    (model, optimizer), scaler = made(lr=1e-3), gradstat.amp.GradScaler("cpu", init_scale=1024.0)
+    clip, is_told = SCALED_CLIPS[how]
+    is_loop = way != "auto"
+    watching: Any = gradstat.Monitor if is_loop else gradstat.auto
+    handle = watching(model, optimizer, scaler=scaler if way == "Monitor" else None, on_anomaly={"warning": "record"})
+    for _ in range(20):
+        backpropagated(optimizer, scaler.scale(model(torch.randn(8, 4)).square().mean()))
+        if is_loop:
+            handle.step()
+        clip([*model.parameters()], scaler, optimizer)
+        if how != "between two steps":
+            scaler.step(optimizer)
+            scaler.update()
+    monitor = handle if is_loop else handle.monitor
+    assert bool(announce.listeners()) is not is_loop  # a monitor listens in the first steps only
+    monitor.flush()
+    found = [(one.step, one.evidence) for one in monitor.findings if one.rule == "scaled-clip"]
+    assert found == [(0, {"limit": 1.0, "loss_scale": 1024.0})] * is_told
+
+
+def test_gradients_that_are_unscaled_by_hand_may_be_clipped() -> None:
+    """The finding waits for ``unscale_``, which then is not called."""
     model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    monitor = gradstat.Monitor(model, optimizer, scaler, on_anomaly="record")
+    for _ in range(6):
+        backpropagated(optimizer, scaler.scale(model(torch.randn(8, 4)).square().mean()))
+        monitor.step()
+        for parameter in model.parameters():
+            parameter.grad /= 1024.0
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    monitor.detach()
+    assert "scaled-clip" not in {one.rule for one in monitor.findings}
+    assert not announce.listeners()
+
+
+def test_a_clip_of_scaled_gradients_points_at_the_users_line() -> None:
+    model, optimizer = made()
+    clip = lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731 - before unscale_
     with (
         gradstat.auto(optimizer, model) as handle,
         pytest.warns(AnomalyWarning, match="carry the loss scale") as caught,
     ):
-        train(
-            *(model, optimizer, 4),
-            scaler=torch.amp.GradScaler("cpu"),
-            behind=lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # before unscale_
-        )
-    assert len(caught) == 1
-    assert handle.monitor.steps == 4
-    assert not handle.monitor.findings
-    assert caught[0].filename == __file__
+        train(model, optimizer, 4, scaler=torch.amp.GradScaler("cpu"), behind=clip)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert [one.rule for one in handle.monitor.findings] == ["scaled-clip"]
 
 
 @pytest.mark.parametrize("way", ["step", "closure", "clip", "value", "scaler", "unscale", "schedule"])
@@ -472,18 +527,21 @@ def test_a_clip_that_changes_nothing_is_told_once(module: Any, name: str, set_to
     assert [(one.step, one.text) for one in monitor.findings] == [(0, text)] * (when in ("late", "early"))
 
 
-@pytest.mark.parametrize("way", ["is_still_scaled", "torch_calls.has_losses", "torch_calls.losses_scaled_by"])
+@pytest.mark.parametrize(
+    "way",
+    ["scaled_clips.is_still_scaled", "listener.torch_calls.has_losses", "listener.torch_calls.losses_scaled_by"],
+)
 def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (alone, own), (model, optimizer) = made(), made()
     torch.manual_seed(1)
     train(alone, own, 12, scaler=torch.amp.GradScaler("cpu"), max_norm=1.0)
     handle = gradstat.auto(optimizer, model)
-    monkeypatch.setattr(f"gradstat.monitor.listener.{way}", Mock(side_effect=ZeroDivisionError))
+    monkeypatch.setattr(f"gradstat.monitor.{way}", Mock(side_effect=ZeroDivisionError))
     torch.manual_seed(1)
     with pytest.warns(RuntimeWarning) as caught:
         train(model, optimizer, 12, scaler=torch.amp.GradScaler("cpu"), max_norm=1.0)
     (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
-    assert "calls of clips and loss scalers could not be tracked; training goes on:\nTraceback" in message
+    assert "of clips and loss scalers could not be tracked; training goes on:\nTraceback" in message
     assert [finding.rule for finding in handle.monitor.findings][:1] == ["not-watched"]
     assert all(map(torch.equal, alone.parameters(), model.parameters()))
 
