@@ -398,6 +398,7 @@ def test_optimizers_that_share_a_scaler_are_distinguished() -> None:
     assert (bad.findings[0].rule, bad.findings[0].step) == ("nonfinite-loss", 2)
 
 
+ONE = torch.ones(1)
 Clip = Callable[[list[nn.Parameter], torch.amp.GradScaler, torch.optim.Optimizer], object]
 
 # Clips between backward() and the step, and whether they clip what carries the loss scale.
@@ -407,9 +408,10 @@ SCALED_CLIPS: dict[str, tuple[Clip, bool]] = {
     "known norm": (lambda p, *_: nn.utils.clip_grads_with_norm_(p, 1.0, torch.tensor(9.0)), True),
     "gradstat's": (lambda p, *_: gradstat.clip_grad_norm_(p, 1.0), True),
     "FixedClip": (lambda p, *_: gradstat.FixedClip(1.0).clip_(p), True),
+    "two models": (lambda p, *_: [nn.utils.clip_grad_norm_(each, 1.0) for each in (p, [nn.Parameter(ONE)])], True),
     "after unscale_": (lambda p, s, o: [s.unscale_(o), nn.utils.clip_grad_norm_(p, 1.0)], False),
     "in one call": (lambda p, s, o: s.unscale_and_clip_(o, 1.0), False),
-    "of another model": (lambda *_: nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0), False),
+    "of another model": (lambda *_: nn.utils.clip_grad_norm_([nn.Parameter(ONE)], 1.0), False),
     "limit times scale": (lambda p, s, _: nn.utils.clip_grad_norm_(p, s.get_scale()), False),
     "no limit": (lambda p, *_: nn.utils.clip_grad_norm_(p, math.inf), False),
     "AutoClip": (lambda p, *_: gradstat.AutoClip().clip_(p), False),
