@@ -214,6 +214,27 @@ def vae(session: Session) -> Outcome:
     return session.fit(model, Images(session.seed, 20, 128), loss, factory(Adam, 1e-3), "monitor")
 
 
+@program("VQ-VAE", 300, 1000, 0.9)
+def vq_vae(session: Session) -> Outcome:
+    """The loss climbs to twice as much while the codes follow the encoder's growing outputs, then falls."""
+    codes, mix = nn.Embedding(32, 8), torch.randn(4, 16)
+    nn.init.uniform_(codes.weight, -0.5, 0.5)
+    encoder, decoder = (nn.Sequential(nn.Linear(*ends), nn.ReLU(), nn.Linear(*out)) for ends, out in (
+        ((16, 32), (32, 8)), ((8, 32), (32, 16))))  # fmt: skip
+    model = nn.ModuleDict({"encoder": encoder, "codes": codes, "decoder": decoder})
+    optimizer, curve = Adam(model.parameters(), 1e-3), []
+    session.auto(optimizer, model)
+    for _ in range(session.steps):
+        inputs = (torch.randn(64, 4) @ mix).tanh()
+        encoded = encoder(inputs)
+        nearest = codes(torch.cdist(encoded, codes.weight).argmin(1))
+        error = F.mse_loss(decoder(encoded + (nearest - encoded).detach()), inputs)
+        of_codes = F.mse_loss(nearest, encoded.detach()) + 0.25 * F.mse_loss(encoded, nearest.detach())
+        train_step(optimizer, error + of_codes)
+        curve.append(error.item())
+    return Outcome(curve, [model])
+
+
 @program("DCGAN, two optimizers", 100, 400, None)
 def dcgan(session: Session) -> Outcome:
     """Two optimizers; the generator's step also leaves gradients in the critic."""

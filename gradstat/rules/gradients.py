@@ -11,10 +11,11 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import Band, LastingRule, carried, series
+from gradstat.rules.base import Band, LastingRule, PerName, carried, series
 from gradstat.rules.precision import TOO_SMALL
+from gradstat.rules.rounding_noise import are_noise, usual_size
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
-from gradstat.rules.spikes import WINDOW, LevelRule, Shift, SpikeRule
+from gradstat.rules.spikes import WINDOW, Jump, LevelRule, Shift, SpikeRule
 
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
@@ -63,12 +64,12 @@ class ExplodingGradient(SpikeRule):
         for row, (step, norm) in enumerate(series(window, "norm")):
             if not math.isfinite(norm):
                 continue
-            limit, median = min(self._high, self._beyond), self._median
-            began = self.detect_jump(step, norm)
-            if began is not None:
-                yield self._finding(window, row, norm, began, median, limit)
+            jump = self.detect_jump(step, norm)
+            if jump is not None:
+                yield self._finding(window, row, jump)
 
-    def _finding(self, window: Window, row: int, norm: float, began: int, median: float, limit: float) -> Finding:
+    def _finding(self, window: Window, row: int, jump: Jump) -> Finding:
+        began, norm, _, median, limit = jump
         rows = window.measured.get("gradient")
         name, share = "norm", None
         if rows is not None and window.steps[row] in rows.steps:
@@ -78,10 +79,10 @@ class ExplodingGradient(SpikeRule):
         beside = f", {norm / median:.3g} times the median of the last {WINDOW} steps" if median > 0 else ""
         text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
-        finite_median = None if math.isnan(median) else median
         least = _COUNTS if window.scalar("loss") is None else _COUNTS_BESIDE_A_LOSS
         severity: Severity = "info" if not self._lasts or norm <= least * median else self.severity
-        return self.found(began, name, text, about, severity, norm=norm, median=finite_median, limit=limit, share=share)
+        evidence: dict[str, Any] = {"norm": norm, "median": median or None, "limit": limit, "share": share}
+        return self.found(began, name, text, about, severity, **evidence)
 
 
 # Causes of a norm that falls at once.
@@ -243,10 +244,15 @@ _NO_INPUT = (
     "the input of the weight is zero: a hidden state that is reset in each step, a mask, ReLU units before it",
     "a multiplication by zero on the way to the loss",
 )
+_OF_ONE = "a normalisation over a single element: the softmax, share or norm of one value is constant"
+_MORE = 2  # a gradient was more than noise once, or it began at zero, as behind a factor of zero, and may grow
+_MEANT = "normalise over all that compete: before a top-k, or with a sigmoid, which needs no others"
 
 
 class DeadGradient(_AbsentGradientRule):
-    """Gradients whose elements are all zero, step after step.
+    """Gradients whose elements are all zero, step after step, or rounding noise beside those of all other weights.
+
+    Noise counts if it never was anything else.
 
     Args:
         in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change.
@@ -258,6 +264,7 @@ class DeadGradient(_AbsentGradientRule):
         "a step function on the way to the loss, whose derivative is zero: round, sign, floor",
         "a multiplication by zero on the way to the loss: a mask, a gate, a weight initialised to zero",
         "a parameter whose result is not used, or only inside a branch that is not taken",
+        _OF_ONE,
     )
     advice = (
         Remedy("look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})", "activations"),
@@ -265,10 +272,13 @@ class DeadGradient(_AbsentGradientRule):
         "for a step function, a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
     )
 
+    _known = carried(PerName(0))  # of each gradient so far: 0 nothing, 1 that it was noise, or `_MORE`
+
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         parameters = window.latest.get("parameter")
-        dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
-        for row, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
+        zero = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
+        noise = self._noise(rows, zero)
+        for row, fresh, lengths, since in self.lasting(rows, zero | noise, self.in_a_row):
             if (lengths >= self.in_a_row).sum() == rows.present[row].sum():
                 text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
                 text += "they are zeroed before they are measured"
@@ -277,9 +287,13 @@ class DeadGradient(_AbsentGradientRule):
                 more: dict[str, Any] = {"causes": (*first, *self.causes, *causes), "advice": (*advice, *self.advice)}
                 yield self.found(since[fresh[0]], "gradients", text, in_a_row=self.in_a_row, **more)
                 continue
-            # One number per user or item is a bias, though an embedding keeps it.
-            shapes = [() if info is None else info.shape for info in rows.tensors.infos]
-            weights = rows.tensors.matrices & np.array([math.prod(shape[1:]) > 1 for shape in shapes])
+            of_noise = [rows.names[i] for i in fresh if noise[row, i]]
+            if of_noise:
+                yield self._of_noise(of_noise, window, rows, row, since)
+                fresh = [i for i in fresh if not noise[row, i]]
+                if not fresh:
+                    continue
+            weights = _weights_of(rows.tensors)
             zeros = 0 if parameters is None else parameters.of(rows.names).field("zero_count")[-1]
             # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
             # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
@@ -296,7 +310,36 @@ class DeadGradient(_AbsentGradientRule):
                 more = {**NEVER_INITIALISED, "causes": (*NEVER_INITIALISED["causes"], *_CONSECUTIVE)}
             # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
             # slope for negative inputs.
-            yield self._finding(rows, lengths, since, name, text, bool(weights[fresh].any()), **more)
+            of_zeros = np.where(noise[row], 0.0, lengths)
+            yield self._finding(rows, of_zeros, since, name, text, bool(weights[fresh].any()), **more)
+
+    def _noise(self, rows: Rows, zero: Bools) -> Bools:
+        """``[m, n]``: gradients that are noise, or zero, and never were anything else; and were not zero at first."""
+        known, finite = self._known.values_for(rows.names), rows.present & (rows.nonfinite == 0)
+        if (known[rows.tensors.matrices] == _MORE).all():
+            return np.zeros_like(zero)
+        is_more = np.logical_or.accumulate(finite & ~zero & ~are_noise(rows, _weights_of(rows.tensors)))
+        is_more |= (known == _MORE) | ((known == 0) & zero[finite.argmax(0), np.arange(len(known))])
+        known[:] = np.where(is_more[-1], _MORE, np.maximum(known, finite.any(0)))
+        noise: Bools = finite & ~is_more
+        return noise
+
+    def _of_noise(self, names: list[str], window: Window, rows: Rows, row: int, since: Floats) -> Finding:
+        name = window.run.first_in_backward(names)
+        at = rows.names.index(name)
+        ratio = rows.rms[row, at] / usual_size(rows.rms[row, rows.tensors.matrices])
+        text = f"the gradient of {name} has been no larger than rounding noise for {self.in_a_row} steps: {ratio:.1g} "
+        text += "times as large as those of other weights"
+        text += f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
+        more = {"parameters": names[:20], "in_a_row": self.in_a_row, "ratio": ratio}
+        return self.found(since[at], name, text, "gradient", None, self.led_by(_OF_ONE), (_MEANT,), **more)
+
+
+def _weights_of(tensors: TensorSet) -> Bools:
+    """Which are weights: one number per user or item is a bias, though an embedding keeps it."""
+    shapes = [() if info is None else info.shape for info in tensors.infos]
+    several: Bools = np.array([math.prod(shape[1:]) > 1 for shape in shapes], dtype=bool)
+    return several & tensors.matrices
 
 
 # Steps in a row if each missing parameter has a twin with a gradient: one of the same shape whose name differs only in

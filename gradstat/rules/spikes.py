@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
-from gradstat.rules.base import Rule, carried
+from gradstat.rules.base import Records, Rule, carried
 from gradstat.rules.rows import Floats
 
 _BEGINNING = 20  # values that define the initial level
@@ -27,13 +27,17 @@ _BLOCK, _KNOWN = 8, 12  # values of which a level is the median; levels to know 
 
 
 class Shift(NamedTuple):
-    """A level that changed in step ``began``, which showed in ``step``; and the deviation of single values from it."""
+    """A level that changed in step ``began``, which showed in ``step``; and the deviation of single values from it.
+
+    ``still`` is by how much the last levels, whose mean is ``after``, go on in this direction, from first to last.
+    """
 
     began: int
     step: int
     before: float
     after: float
     deviation: float
+    still: float
 
 
 class LevelRule(Rule):
@@ -83,13 +87,16 @@ class LevelRule(Rule):
             moved = self._moved(levels[last], scatters[last], sign)
             if moved is not None:
                 before, after, deviation = moved
+                # By a line through them.
+                places = np.arange(self.fresh) - (self.fresh - 1) / 2
+                still = sign * float(places @ now / (places @ places)) * (self.fresh - 1)
                 # It began where the sum of signs around the middle, from there on, is largest.
                 end = first + (block + 1) * _BLOCK
                 middle = before / 2 + after / 2
                 span = recent[end - (self.fresh + 1) * _BLOCK : end]
                 sums = list(itertools.accumulate(1 if sign * (value - middle) > 0 else -1 for value in reversed(span)))
                 began = end - 1 - sums.index(max(sums))
-                yield Shift(recent_steps[began], recent_steps[end - 1], before, after, deviation)
+                yield Shift(recent_steps[began], recent_steps[end - 1], before, after, deviation, still)
         self._levels, self._scatters = levels[-self.kept :], scatters[-self.kept :]
         kept = (self.fresh + 2) * _BLOCK
         self._recent, self._recent_steps = recent[-kept:], recent_steps[-kept:]
@@ -115,6 +122,20 @@ class LevelRule(Rule):
         return (after - sign * shift, after, deviation) if is_far else None
 
 
+class Jump(NamedTuple):
+    """A value above its limit: that of ``step``, and of this step the rest as well.
+
+    ``before`` is the median of the last values before it, ``median`` that of the window by which the limit was set, 0
+    while there is none.
+    """
+
+    step: int
+    value: float
+    before: float
+    median: float
+    limit: float
+
+
 class SpikeRule(Rule):
     """A series that jumps and stays high, or that jumps beyond all earlier values.
 
@@ -135,24 +156,31 @@ class SpikeRule(Rule):
     single_factor: ClassVar[float]
     # Until half a window is known, the limit is this many times the largest of at least five values.
     warmup_factor: ClassVar[float] = math.inf
+    # A jump comes within a few steps: of the way from the median to the values above the limit, those right before it
+    # had climbed at most this share.
+    climbed: ClassVar[float] = math.inf
 
     _values = carried(list[float]())
     _first = carried(list[float]())
-    _leaps = carried(list[int]())
+    _above = carried(Records(5))  # the last values above the limit, as `Jump`
     _new, _lasts = carried(0), carried(False)
     _median = carried(math.nan)  # of the window, when it is half full
     _scatter = carried(1.0)  # the factor by which values of this series usually differ
     _high, _beyond = carried(math.inf), carried(math.inf)
 
-    def detect_jump(self, step: int, value: float) -> int | None:
-        """Adds a finite value; returns the step in which a jump detected now began, or None."""
-        began = None
+    def detect_jump(self, step: int, value: float) -> Jump | None:
+        """Adds a finite value; returns the jump that is detected now, by the value with which it began, or None."""
+        found = None
         is_alone, is_high = value > self._beyond, value > self._high
-        if is_high:
-            self._leaps = [*(leap for leap in self._leaps if step - leap < _WITHIN), step]
-        self._lasts = is_high and len(self._leaps) >= _COUNT
-        if (is_alone or self._lasts) and self.begins("leap" if self._lasts else "alone", step):
-            began = self._leaps[0] if is_high else step
+        self._lasts = False
+        if is_alone or is_high:
+            known = 0.0 if math.isnan(self._median) else self._median
+            now = Jump(step, value, median(self._values[-_BLOCK:]), known, min(self._high, self._beyond))
+            if is_high:
+                self._above[:] = [*([*one] for one in self._above if step - one[0] < _WITHIN), [*now]]
+                self._lasts = self._is_at_once()
+            if (is_alone or self._lasts) and self.begins("leap" if self._lasts else "alone", step):
+                found = Jump(int(self._above[0][0]), *self._above[0][1:]) if self._lasts else now
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-_WITHIN:], default=math.inf
         ):
@@ -166,7 +194,13 @@ class SpikeRule(Rule):
             self._new = 0
         if not self._new or len(self._values) in (_FEW, WINDOW // 2):
             self.set_limits()
-        return began
+        return found
+
+    def _is_at_once(self) -> bool:
+        """Whether enough of the last values are above the limit, and have not climbed there."""
+        _, _, before, known, _ = self._above[0]
+        now = median(value for _, value, *_ in self._above)
+        return len(self._above) >= _COUNT and before - known <= self.climbed * (now - known)
 
     def beginning(self) -> float:
         """The initial level: the third quartile of the first values."""

@@ -6,6 +6,7 @@ import heapq
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,8 @@ _RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
 # The initial loss need only exceed the lowest by 1 / `_FALLEN` if the median of these losses exceeds it by `_ABOVE` as
 # well, and their mean twice that of the first `_RECENT` of the window: errors of values that grow rise slowly.
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
+# A level that stays rises by no more of the way to it. A line that began with the last levels has 1.5, a step 0.
+_STILL = 0.75
 _FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 
@@ -48,6 +51,7 @@ class LossSpike(SpikeRule, LevelRule):
     quiet = 50
     fresh, before, kept = 4, 8, 26
     log_sigmas, single_factor, errors, moves = 4.0, 4.0, THRESHOLD, 3.0
+    climbed = 0.25  # in climbs of healthy losses (VQ-VAEs) the share is 0.4 and more, in jumps under noise 0.1 at most
     causes = (
         f"if it stays there, {CHANGED[0]}",
         "if it comes down again, an unusual or damaged batch",
@@ -60,7 +64,8 @@ class LossSpike(SpikeRule, LevelRule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
-    _lowest, _error = carried(math.inf), carried(0.0)
+    _lowest, _error = carried(math.inf), carried(0.0)  # the lowest mean of a window, and its standard error
+    _least = carried(math.inf)  # the lowest mean of `_RECENT` values
 
     def __init__(self, series: str = "loss", sigmas: float = THRESHOLD) -> None:
         super().__init__()
@@ -97,20 +102,21 @@ class LossSpike(SpikeRule, LevelRule):
                 continue
             if not math.isfinite(loss):
                 continue
-            limit, median = min(self._high, self._beyond), self._median
-            began = self.detect_jump(step, loss)
-            if began is not None:
-                text = f"the {self.series} jumps to {loss:.4g} from about {median:.4g}"
+            jump = self.detect_jump(step, loss)
+            if jump is not None:
+                text = f"the {self.series} jumps to {jump.value:.4g} from about {jump.before:.4g}"
                 severity: Severity = self.severity if self._lasts else "info"
-                yield self.found(began, self.series, text, "series", severity, loss=loss, median=median, limit=limit)
-            if 0 < self._lowest < math.inf:
+                evidence: dict[str, Any] = {"loss": jump.value, "median": jump.median, "limit": jump.limit}
+                yield self.found(jump.step, self.series, text, "series", severity, **evidence)
+            if len(self._values) >= _RECENT:
                 yield from self._climb(step, window.run.maximizes)
 
     def _climb(self, step: int, maximizes: bool) -> Iterable[Finding]:
         """Judges the last losses, up to that of ``step``, by the lowest level and by the beginning."""
         recent = self._values[-_RECENT:]
-        mean = sum(recent) / len(recent)
-        if mean <= _CLIMB * self._lowest:
+        mean = sum(recent) / _RECENT
+        self._least = min(self._least, mean)
+        if not 0 < self._lowest < math.inf or mean <= _CLIMB * self._lowest:
             return
         # Skip a loss that never fell far below its initial level, such as an error of values that grow, unless it fell
         # at first and is far above that level now.
@@ -122,10 +128,11 @@ class LossSpike(SpikeRule, LevelRule):
             return
         least = max(_CLIMB_LOST * (start - self._lowest), _ERRORS * self._error)
         if mean > self._lowest + least and self.begins("climb", step):
+            lowest = min(self._least, self._lowest)  # a state of before may have no mean of so few
             text = f"the mean {self.series} of {_RECENT} steps has climbed to {mean:.4g}; the lowest was "
-            text += f"{self._lowest:.4g}" + f", and it began at {start:.4g}" * is_above
+            text += f"{lowest:.4g}" + f", and it began at {start:.4g}" * is_above
             causes = (*(_MAXIMIZES if maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
-            yield self.found(step, self.series, text, causes=causes, mean=mean, lowest=self._lowest)
+            yield self.found(step, self.series, text, causes=causes, mean=mean, lowest=lowest)
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after
@@ -136,7 +143,8 @@ class LossSpike(SpikeRule, LevelRule):
         least = max(least, self.sigmas * OF_MEDIAN * abs(before))
         # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
-        if after - before > least and not is_grown and self.begins("leap", shift.step):
+        is_climbing = shift.still > _STILL * (after - before)
+        if after - before > least and not is_grown and not is_climbing and self.begins("leap", shift.step):
             text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
             causes = (*CHANGED, self.causes[-1])
             yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)

@@ -239,6 +239,18 @@ def cnn() -> nn.Sequential:
     )
 
 
+class Scaled(nn.Module):
+    """A residual branch whose result is multiplied by factors that begin at 1e-6 (LayerScale)."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.factors = nn.Parameter(torch.full((width,), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factors * self.down(F.gelu(self.up(x)))
+
+
 class LowRank(nn.Module):
     """A frozen linear layer with a trained low-rank correction, one factor of which starts at zero (LoRA)."""
 
@@ -394,6 +406,8 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("MLP, float16 autocast and a loss scaler", lambda seed, _: train_scaled(seed, 2.0**16)),
     Healthy("MLP, gradients of 3 micro-batches", _of(train_mlp, accumulate=3)),
     Healthy("MLP, low-rank corrections that begin at zero (LoRA)", _of(train_mlp, lr=5e-3, model=low_rank)),
+    Healthy("MLP, branch that begins at 1e-6 (LayerScale)",
+            _of(train_mlp, model=lambda: nn.Sequential(Scaled(), *mlp()), lr=1e-3)),
     Healthy("MLP, head that begins at zero, Adagrad",
             _of(train_mlp, model=lambda: initialised(mlp(), "4.weight", 0.0),
                 optimize=factory(torch.optim.Adagrad, 0.05))),

@@ -251,6 +251,21 @@ def _deep_sigmoid() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
 
 
+class _Gated(nn.Module):
+    """A layer times a gate, which may be normalised over all gates of a sample: over one."""
+
+    def __init__(self, is_share: bool) -> None:
+        super().__init__()
+        self.body, self.gate, self.value = nn.Linear(16, 32), nn.Linear(32, 1), nn.Linear(32, 32)
+        self.head, self.is_share = nn.Linear(32, CLASSES), is_share
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).relu()
+        gate = self.gate(hidden).sigmoid()
+        gate = gate / gate.sum(-1, keepdim=True) if self.is_share else gate
+        return self.head((gate * self.value(hidden)).relu())
+
+
 def _hooked(training: Training) -> None:
     name = "blocks.1.up.weight"
     training.model.get_parameter(name).register_hook(lambda g: g * torch.full_like(g[:1], math.nan))
@@ -320,6 +335,9 @@ FAULTS: tuple[Fault, ...] = (
           loss(lambda model, batch: 1e-7 * cross_entropy(model, batch)), step=0, late=50, further=160),
     Fault("a layer of dead ReLUs: inputs are always negative", "MLP", "dead-gradient", "2.bias",
           lambda training: nn.init.constant_(training.model[2].bias, -1e3), further=60),
+    Fault("a gate is normalised over a single element", "gated MLP", "dead-gradient", "gate.weight", _unbroken,
+          lambda seed: train_mlp(seed, model=lambda: _Gated(True)),
+          lambda seed: train_mlp(seed, model=lambda: _Gated(False)), step=0, further=40),
     Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=60),
     Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",
           "0.weight", _unbroken, _stalled, lambda seed: _stalled(seed, 0.05), step=0, further=120),

@@ -209,6 +209,12 @@ def gradients(*spans: tuple[int, Cells], weights: Cells | None = None, **more: A
     )
 
 
+def noisy_gate(ratio: float = 1e-7, *first: Cells, steps: int = 30, others: float = 1.0, **more: Any) -> Story:
+    """Gradients of three weights, the first of which is so many times as large as another, and smaller than a third."""
+    cells = [row(ratio), row(), row(others)]
+    return gradients(*((1, cell) for cell in first), (steps, cells), names="xyz", shapes=[(8, 8)] * 3, **more)
+
+
 def layers(ratio: float) -> Story:
     rows = [row(0.1 * ratio ** (1 - i / 5)) for i in range(6)]
     return gradients((8, rows), names=[f"{i}.weight" for i in range(6)], shapes=[(8, 8)] * 6)
@@ -377,6 +383,11 @@ def noisy(level: Sequence[float], deviation: float, seed: int = 0) -> list[float
 
 def wobbling(count: int, level: float = 1.0) -> list[float]:
     return [level * (1 + 0.05 * math.sin(i * 1.7)) for i in range(count)]
+
+
+def rising(steps: int, level: float = 1.2) -> list[float]:
+    """From the last of `LOSSES` to a ``level`` in so many steps, and 20 there."""
+    return [0.3 + (level - 0.3) * min(1.0, (i + 1) / steps) for i in range(steps + 20)]
 
 
 LOSSES = [3.0] * 20 + wobbling(76, 0.3)
@@ -592,20 +603,28 @@ STORIES: list[tuple[Any, ...]] = [
      series("loss_nonfinite", [math.nan] * 5 + [2.0] * 4)),
     ("losses of NaN now and then -> nonfinite-loss, error 0 loss: is NaN + error 3 loss: is NaN",
      series("loss_nonfinite", [1.0, 1.0, math.nan, 1.0, 1.0, math.nan])),
-    ("one large loss -> loss-spike, info 96 loss: the loss jumps to 12.1 from about 0.3018",
+    ("one large loss -> loss-spike, info 96 loss: the loss jumps to 12.1 from about 0.3019",
      losses([*LOSSES, 12.1, *LOSSES[-9:]]), losses([*LOSSES, 11.9]), losses([*LOSSES, math.nan, math.inf]),
      losses([1.0] * 40 + [9.0]), losses([-1.0] * 40 + [1e6]),
      losses([0.0] * 20 + wobbling(100, 0.02) + [1.8] + wobbling(50, 0.02)), losses(CHANGING_SIGN)),
     ("losses that stay large -> loss-spike, info 96 loss: jumps + warning 96 loss: jumps + warning 99 loss: climbed",
      losses([*LOSSES, *[12.1] * 4])),
-    ("four of five losses -> loss-spike, warning 96 loss: jumps to 1.2 from about 0.3018",
-     losses([*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), losses([*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]),
+    ("four of five losses -> loss-spike, warning 96 loss: jumps to 1.2 from about 0.3019",
+     losses([*LOSSES, 1.2, 1.2, 0.3, 1.3, 1.4]), losses([*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]),
      losses([*LOSSES, 0.5, 0.5, 0.5, 0.5])),
+    ("losses that rise in five steps -> loss-spike, warning 99 loss: jumps to 1.02 from about 0.3145",
+     losses([*LOSSES, *rising(5)]), losses([*LOSSES, *rising(50, 0.7)])),
+    ("losses that climb and stay -> loss-spike, warning 106 loss: rises to a level of 1.047 from 0.3074",
+     losses([*LOSSES, *rising(25)]), losses([*LOSSES, *rising(100)[:60]])),
+    ("losses that rise from step to step -> loss-spike, warning 96 loss: jumps to 1.5 from about 0.3019",
+     losses([*LOSSES, 1.5, 3.0, 5.0, 9.0])),
     ("a level far below the first losses -> loss-spike, warning 160 loss: rises to a level of 4 from 1.609",
      losses(HIGH), losses([*HIGH[:160], *HIGH[64:160]])),
     ("a rise of some losses -> loss-spike, warning 143 loss: has climbed to 0.485; the lowest was 0.1",
      losses([*SETTLED, *[1.2, 1.2, 0.1, 0.1, 0.1] * 6]), losses([*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
      losses([1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6)),
+    ("a rise above the lowest losses -> loss-spike, warning 143 loss: has climbed to 0.485; the lowest was 0.05",
+     losses([*SETTLED[:70], *[0.05] * 20, *SETTLED[90:], *[1.2, 1.2, 0.1, 0.1, 0.1] * 6])),
     ("another sign -> loss-spike, warning 50 loss: changes its sign, from 0.2 to -1, and stays negative",
      losses([2.1] * 16 + [1.0, 0.2] * 17 + [-1.0, -0.2] * 15)),
     ("another sign at once -> loss-spike, warning 50 loss: changes its sign, from 1 to -0.6",
@@ -663,6 +682,15 @@ STORIES: list[tuple[Any, ...]] = [
      gradients((30, DEAD), weights=[row(), ZERO_BIAS, row()])),
     ("a weight that is zero later -> dead-gradient, warning 3 a.bias: zero for 20 steps; the same",
      gradients((3, ALIVE), (30, DEAD), weights=[ZERO, row(), row()])),
+    ("a gate over one element -> dead-gradient, warning 0 x: noise for 20 steps: 1e-07 times as large as those",
+     noisy_gate(), noisy_gate(steps=19), noisy_gate(5e-7), noisy_gate(1e-7, [ZERO, row(), row()]),
+     noisy_gate(1e-7, [row(1e-6), row(), row()]), noisy_gate(others=9e-5), noisy_gate(dtype=torch.float64)),
+    ("a gate in float64 -> dead-gradient, warning 0 x: rounding noise", noisy_gate(8e-16, dtype=torch.float64)),
+    ("a gate in bfloat16 -> dead-gradient, warning 0 x: rounding noise", noisy_gate(dtype=torch.bfloat16)),
+    ("a gate that is zero now and then -> dead-gradient, warning 1 x: rounding noise",
+     noisy_gate(1e-7, [row(nan=1), row(), row()], *[[row(2e-7), row(), row()], [ZERO, row(), row()]] * 5, steps=10)),
+    ("a weight that is cut off beside a gate -> dead-gradient, warning 0 x: noise for + warning 0 y: zero for 20 steps",
+     gradients((30, [row(1e-7), ZERO, row()]), names="xyz", shapes=[(8, 8)] * 3)),
     ("gradients that underflow -> underflow, warning 0 a.weight: 47% of the gradient of a.weight is zero",
      halves(30, 7.0), halves(30, 7.0, steps=9), halves(19, 7.0), halves(30, 9.0)),
     ("a norm that vanishes -> vanishing-gradient, warning 5 norm: is 1e-09; it has been below 1e-08 for 5 steps",
@@ -681,10 +709,12 @@ STORIES: list[tuple[Any, ...]] = [
      norms([*NORMS, 20.1, *NORMS[-9:]]), norms([*NORMS, 19.9]), norms([*NORMS, math.nan, math.inf]),
      norms([1.0] * 30 + [9.0]), norms(CHANGING_SIGN), norms(FALLING)),
     # A spike does not excuse the next one, and growth from step to step is not a spike.
-    ("a larger norm than one before -> exploding-gradient, info 96 norm: is 30, 298 times the median",
+    ("a larger norm than one before -> exploding-gradient, info 97 norm: is 30, 298 times the median",
      norms([*NORMS, 5.0, 30.0]), norms([*NORMS, 0.9, 5.0, 30.0])),
     ("four of five norms -> exploding-gradient, warning 96 norm: is 1.5, 14.9 times the median",
      norms([*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), norms([*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), norms([*NORMS, *[0.9] * 4])),
+    ("norms that rise from step to step -> exploding-gradient, warning 96 norm: is 1.5, 14.9 times the median",
+     norms([*NORMS, 1.5, 1.6, 1.7, 1.8])),
     ("a huge norm in the beginning -> exploding-gradient, info 5 norm: the gradient norm is 2001",
      norms([1.0, 2.0, 1.0, 1.0, 1.0, 2001.0]), norms([1.0, 2.0, 1.0, 1.0, 1.0, 1999.0]),
      norms([1.0, 1.0, 1.0, 1.0, 1e9]), norms([1e6] * 60), norms([0.0] * 40 + [1.0])),
