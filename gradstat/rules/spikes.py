@@ -169,7 +169,7 @@ class SpikeRule(Rule):
     _high, _beyond = carried(math.inf), carried(math.inf)
 
     def detect_jump(self, step: int, value: float) -> Jump | None:
-        """Adds a finite value; returns the jump that is detected now, by the value with which it began, or None."""
+        """Adds a finite ``value`` of ``step``; returns the jump that is detected now, by where it began, or None."""
         found = None
         is_alone, is_high = value > self._beyond, value > self._high
         self._lasts = False
