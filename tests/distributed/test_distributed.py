@@ -6,13 +6,13 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.devices import parameter_with, parameters_with
+from helpers.engines import Megatron
 from helpers.layouts import (
     LAYOUTS,
     Layout,
@@ -493,26 +493,9 @@ def test_a_rank_that_cannot_measure_its_piece_is_told_of() -> None:
         HostRows(measure([piece], lambda i: "p", None)).total()
 
 
-class _Megatron(nn.Module):
-    """Like Megatron-Core's DistributedDataParallel with its distributed optimizer: each rank has half of the buffer."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        super().__init__()
-        self.module = nn.Linear(gradient.numel(), 1, bias=False)
-        bucket = SimpleNamespace(grad_data=gradient, offset=0)
-        ends = {self.module.weight: (0, gradient.numel(), 0)}
-        buffer = SimpleNamespace(params=[*ends], param_index_map=ends, buckets=[bucket], grad_data=gradient)
-        buffer.data_parallel_group = dist.group.WORLD
-        self.buffers, self.expert_parallel_buffers = [buffer], []  # type: ignore[assignment]
-        self.ddp_config = SimpleNamespace(use_distributed_optimizer=True)
-
-    def finish_grad_sync(self) -> None:
-        """What such a class is recognised by."""
-
-
 @on_ranks(2)
 def test_a_monitor_of_pieces() -> None:
-    monitor = gradstat.Monitor(_Megatron(torch.tensor([1.0, 2.0, 3.0, math.nan])), on_anomaly="record")
+    monitor = gradstat.Monitor(Megatron(torch.tensor([1.0, 2.0, 3.0, math.nan])), on_anomaly="record")
     monitor.step()
     (found,) = monitor.findings
     assert (found.rule, found.step) == ("nonfinite-gradient", 0)

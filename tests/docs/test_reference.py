@@ -186,12 +186,19 @@ import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ddp_model = nn.parallel.DistributedDataParallel(model)
 """,
+    "gradstat.distributed.audit_norm": """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+loss = loss_of(model(batches[1][0]), batches[1][1])
+the_frameworks_clip = lambda model, max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+""",
 }
 # What is done behind an example, whatever became of it: what it defines is called, what began is ended.
 AFTERWARDS = {
     "gradstat.monitor.assert_healthy": "test_training(assert_healthy)",
     "gradstat.integrations.loggers.ReportLogger": "writer.close()",
     "gradstat.distributed.track_origin": "dist.destroy_process_group()",
+    "gradstat.distributed.audit_norm": "dist.destroy_process_group()",
 }
 
 

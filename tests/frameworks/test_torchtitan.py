@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.layouts import Layout, assert_clips_as_one_process
+from helpers.layouts import Layout, assert_clips_as_one_process, make_layout_and_reference
 from helpers.ranks import Ranks, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +18,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
 
 import gradstat
+from gradstat.distributed import audit_norm
 
 
 def clip(layout: Layout, *arguments: Any) -> Any:
@@ -36,6 +37,26 @@ def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard(layout: str) -
     # One rank has empty shards of some parameters. torch's maximum raises for them, and the other ranks hang.
     with gradstat.patch_torch():
         assert_clips_as_one_process(layout, clip)
+
+
+@pytest.mark.parametrize(
+    ("layout", "forgets", "told"),
+    [
+        ("pp+fsdp2", (), None),
+        ("pp+fsdp2", ("pp_mesh",), "norms are added up over groups of 2"),
+        ("ep+fsdp2", (), None),
+        ("ddp", (), None),
+    ],
+)
+@on_ranks(4)
+def test_a_wrong_norm_of_its_clip_is_explained(layout: str, forgets: tuple[str, ...], told: str | None) -> None:
+    made, _ = make_layout_and_reference(layout)
+    options = {"pp_mesh": made.pp_mesh, "ep_enabled": made.ep_enabled}
+    kept = {name: value for name, value in options.items() if name not in forgets}
+    norm = clip_grad_norm_(list(made.model.parameters()), 1e9, **kept)
+    audit = audit_norm(made.model, norm)
+    assert audit.ok is (told is None), audit
+    assert told is None or audit.explanations[0].text.startswith(told), audit
 
 
 def debug_model() -> list[float]:

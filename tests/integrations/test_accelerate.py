@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import gradstat
+from gradstat.distributed import audit_norm
 from gradstat.integrations.accelerate import install
 from gradstat.monitor import AnomalyError
 
@@ -223,6 +224,33 @@ def test_sharded_parameters_are_whole() -> None:
     for numbers in (norms, recording.scalars["loss"]):
         assert [math.isnan(number) for number in numbers] == [False, False, True, False, False, False]
     assert ("nonfinite-loss", 2, "loss") in [(f.rule, f.step, f.name) for f in handle.monitor.findings]
+
+
+@pytest.mark.parametrize(
+    ("reports", "told"),
+    [
+        ("what it returns", None),
+        ("own shards", "each rank reports the norm of its own tensors"),
+        ("shards twice", "everything counted 2 times"),
+    ],
+)
+@on_ranks(2)
+def test_a_wrong_norm_of_its_clip_is_explained(reports: str, told: str | None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with accelerate_on_ranks():
+        accelerator, model = Accelerator(cpu=True), Net()
+        fully_shard(model)
+        x, y = next(iter(loader(4)))
+        accelerator.backward(model(x, y)["loss"])
+        norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    if reports == "own shards":
+        norm = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()  # type: ignore[union-attr]
+    if reports == "shards twice":
+        norm = norm.full_tensor() * 2**0.5
+    audit = audit_norm(model, norm)
+    assert audit.ok is (told is None), audit
+    assert told is None or audit.explanations[0].text.startswith(told), audit
 
 
 @pytest.mark.parametrize("how", ["accelerate", "monitor"])
