@@ -277,8 +277,12 @@ class Handle:
             "clip": clip.state_dict() if isinstance(clip, AdaptiveClip) else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, expect_restored: bool = True) -> None:
         """The inverse of `state_dict`.
+
+        Args:
+            state: What `state_dict` returned.
+            expect_restored: As for `gradstat.Monitor.load_state_dict`.
 
         Raises:
             ValueError: The state is from another number of models, or in another version.
@@ -292,7 +296,7 @@ class Handle:
         if isinstance(self.max_norm, AdaptiveClip) and state.get("clip") is not None:
             state_tensor_of(self.max_norm, state["clip"], "state['clip']")  # raises before a monitor has changed
         for monitor, saved in zip(self.monitors, state["monitors"], strict=True):
-            monitor.load_state_dict(saved)
+            monitor.load_state_dict(saved, expect_restored=expect_restored)
             monitor.should_stop = False  # it has stopped, and goes on
         self._load_clip(state)
 

@@ -107,7 +107,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._trainer: Any = None
         self._runs_steps = self.replays and not callable(self.arguments.get("replay"))
         self._step_replay: StepReplay | None = None
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: tuple[dict[str, Any], bool] | None = None
         self._loss: Tensor | None = None
         self._logged_at: dict[tuple[int, int], int] = {}
 
@@ -157,8 +157,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         for optimizer in trainer.optimizers:
             self._watch(trainer, pl_module, optimizer)
         loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded["monitors"]:
-            super().load_state_dict(loaded)
+        if loaded is not None and loaded[0]["monitors"]:
+            super().load_state_dict(loaded[0], expect_restored=loaded[1])
 
     def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Watched:
         model: nn.Module = module
@@ -262,11 +262,11 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             self.checkpoints.append(path)
             trainer.save_checkpoint(path)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, expect_restored: bool = True) -> None:
         """The inverse of `state_dict`; the monitors load their states when training starts."""
         self._check_state(state)
         self._load_clip(state)
-        self._loaded = {**state, "clip": None}
+        self._loaded = {**state, "clip": None}, expect_restored
 
 
 def _clips(trainer: Any) -> bool:

@@ -30,11 +30,13 @@ from gradstat.monitor.probes.optimizer import OptimizerSteps
 from gradstat.monitor.probes.outputs import Outputs
 from gradstat.monitor.probes.passes import Activations
 from gradstat.monitor.probes.ranks import Batches, Origin, Reduction, Replicas
+from gradstat.monitor.probes.restored import Restored
 from gradstat.monitor.probes.state import Buffers, OptimizerStates, ParameterValues, Updates, parameters_of
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
 from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 from gradstat.recording.kinds import SCALARS
+from gradstat.rules.contents import Contents
 from gradstat.rules.rows import Observation, rate_name
 
 _P = TypeVar("_P", bound=Probe)
@@ -75,7 +77,8 @@ class Recorder:
         self.inner = trained.model if engine is None else engine.module
         run = Run(settings, trained, self.inner, unwatched, source, self._noted, self._leaves)
         origin, self._order = Origin.of(run), BackwardOrder(run)  # they may refuse a model, before there are hooks
-        probes = [origin, self._order, *(kind.of(run) for kind in _PROBES)]
+        self._restored = Restored(run)
+        probes = [origin, self._order, *(kind.of(run) for kind in _PROBES), self._restored]
         self._probes = [probe for probe in probes if probe is not None]
         # Most steps are quiet: only what is due in every step is due, and nothing is due early.
         self._quiet = self._due = [probe for probe in self._probes if probe.period == 1]
@@ -253,10 +256,19 @@ class Recorder:
         plain = [part.detach() for _, some in parts for tensor in some for _, part in plain_parts(shard_of(tensor))]
         return not check_tensors(list(filter(measurable, plain)), backend=self._backend).nonfinite
 
-    def resume(self, step: int) -> None:
-        """Prepares for ``step`` of a resumed run, whose backward order is known."""
+    def contents(self) -> Contents | None:
+        """What the training holds now, for a state; None if it is not known. Waits for the device."""
+        contents = None
+        with self._unwatched.suppress_errors(0, "parameters and optimizer states could not be measured for a state"):
+            contents = self._restored.measure(self.trained.named_parameters())()
+        return contents  # noqa: RET504 - None after an error
+
+    def resume(self, step: int, contents: Contents | None) -> None:
+        """Prepares for ``step`` of a resumed run, whose backward order is known, and which should hold ``contents``."""
         self._order.stop()
         self.forget()
+        if contents is not None:
+            self._restored.expect(step, contents)
         self._prepare(step)
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from gradstat.monitor.recorder import Recorder
 from gradstat.monitor.responder import Responder
 from gradstat.monitor.reviewer import Reviewer
 from gradstat.monitor.source import StepSource
-from gradstat.monitor.state import load_rules, recording_of, state_of
+from gradstat.monitor.state import contents_of, load_rules, recording_of, state_of
 from gradstat.recording.findings import Finding
 from gradstat.recording.recording import Recording
 from gradstat.replay.culprit import Culprit
@@ -153,10 +153,15 @@ class Results:
         return target
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume, as plain values and tensors. Waits for the device."""
+        """Everything needed to resume, as plain values and tensors. Waits for the device.
+
+        Save it at the same moment as parameters and optimizer: what these hold now is kept by a few numbers of each
+        tensor, unless it is sharded, and compared in the first step after `load_state_dict`.
+        """
         self.flush()
         with self.lock:
             self.reviewer.catch_up()  # another thread may have taken a step
+            contents = self.recorder.contents() if self.steps else None
             return state_of(
                 self.reviewer.recorded(),
                 self.reviewer.rules.rules,
@@ -164,15 +169,19 @@ class Results:
                 nonfinite_steps=self.nonfinite_steps,
                 should_stop=self.should_stop,
                 guard=None if self.guard is None else self.guard.state_dict(),
+                contents=None if contents is None else contents.to_plain(),
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, expect_restored: bool = True) -> None:
         """The inverse of `state_dict`; rules that are not in it stay as they are.
 
         Discards steps that this monitor has not reviewed yet, and what it remembers of steps that will be repeated.
+        May be called before or after parameters and optimizer are restored.
 
         Args:
             state: What `state_dict` returned, on any device.
+            expect_restored: Whether the next step finds parameters and optimizer states as they were when the state was
+                saved; the rule ``"not-restored"`` tells what it does not. False if they are changed on purpose.
 
         Raises:
             ValueError: The state is in another version, or no state of a monitor. The message names the field; nothing
@@ -180,6 +189,7 @@ class Results:
         """
         with self.lock:
             history = recording_of(state)
+            contents = contents_of(state)
             guard = None if state.get("guard") is None else self.guard
             memory = None if guard is None else state_tensor_of(guard, state["guard"], "state['guard']")
             load_rules(self.reviewer.rules.rules, state["rules"])
@@ -188,7 +198,7 @@ class Results:
                 guard.state.load_(memory)
             self.responder.forget()
             self.should_stop = state["should_stop"]
-            self.reviewer.resume(history, state)
+            self.reviewer.resume(history, state, contents if expect_restored else None)
 
     def __repr__(self) -> str:
         name = type(self.recorder.inner).__name__

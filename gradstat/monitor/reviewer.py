@@ -22,6 +22,7 @@ from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 from gradstat.recording.findings import Finding
 from gradstat.recording.recording import Recording
 from gradstat.rules.advice import fitted
+from gradstat.rules.contents import Contents
 from gradstat.rules.rows import Observation, RunSettings
 from gradstat.rules.runner import RuleRunner
 
@@ -215,12 +216,14 @@ class Reviewer:
         }
         return recording
 
-    def resume(self, history: Recording, state: Any) -> None:
-        """Goes on after the run whose ``state`` holds this ``history``."""
+    def resume(self, history: Recording, state: Any, contents: Contents | None) -> None:
+        """Goes on after the run whose ``state`` holds this ``history``, with ``contents`` that should be restored."""
         self.forget()
         self.steps, self.nonfinite_steps = state["steps"], state["nonfinite_steps"]
         self.findings[:] = history.findings
         self._recorder.backward_order = history.backward_order
         self.log.load(history)
         self.rules.resume(self.steps, history.scalars)
-        self._recorder.resume(self.steps)
+        if contents is not None:
+            self.rules.next_review = self.steps + 1  # at once: what was not restored should not train on
+        self._recorder.resume(self.steps, contents)

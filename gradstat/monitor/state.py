@@ -13,6 +13,7 @@ from gradstat._core.saved import COUNT, FLAG, MAPPING, Kind, reading, require, r
 from gradstat._version import __version__
 from gradstat.recording.recording import Recording, from_parts, parts_of
 from gradstat.rules.base import Rule
+from gradstat.rules.contents import Contents
 
 _VERSION = 1
 _STATE = {
@@ -55,6 +56,13 @@ def recording_of(state: Any) -> Recording:
         if newest >= state["steps"]:
             raise ValueError(f"it has a measurement of step {newest}, and state['steps'] is {state['steps']}")
     return recording
+
+
+def contents_of(state: Any) -> Contents | None:
+    """What the training held when ``state`` was saved, a copy; None if that is not in it. ValueError as above."""
+    held = state.get("contents")
+    with reading("state"):
+        return None if held is None else Contents.from_plain(held, "state['contents']")
 
 
 def load_rules(rules: Sequence[Rule], saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -27,6 +27,7 @@ from gradstat.rules.learning_rate import LearningRateJump
 from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, RawTargets, SoftmaxDimension, UnrelatedOutputs
 from gradstat.rules.precision import Underflow
+from gradstat.rules.resumption import NotRestored
 from gradstat.rules.training import LossSpike, OptimizerCoverage
 from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
 
@@ -39,6 +40,7 @@ RULES: tuple[type[Rule], ...] = (
     RepeatedBatch,
     LearningRateJump,
     # The state it begins with. The optimizer's comes first, since it produced the parameters by its last update.
+    NotRestored,
     OptimizerCoverage,
     GradientsNotZeroed,
     ScaledClip,

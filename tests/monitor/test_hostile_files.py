@@ -174,8 +174,13 @@ IMPOSSIBLE: dict[str, Values] = {
         ("columns",): (["mean"],),
         ("arrays", "steps"): (doubles(15), torch.arange(15).int()),
         ("rules",): ({"loss-spike": {}}, {"loss-spike": [5]}),
+        ("contents",): (5, [], object()),
+        ("contents", "kinds"): (["parameter"],),
+        ("contents", "rows"): (doubles(7), doubles(6, 6)),
+        ("contents", "ranks"): (-1, 0.5),
     },
 }
+OPTIONAL = (("guard",), ("contents",))
 # What names no place, but what does not fit.
 UNFIT: list[tuple[tuple[Any, ...], Any, str]] = [
     (("steps",), 3, "a measurement of step 14, and state['steps'] is 3"),
@@ -205,7 +210,7 @@ def damages(name: str, state: Any) -> Iterator[tuple[tuple[Any, ...], Any, list[
     impossible = IMPOSSIBLE.get(kind, {}) | IMPOSSIBLE.get(name, {})
     cases = [(path, wrong) for path, wrongs in impossible.items() for wrong in wrongs]
     for path in places(state):
-        if "evidence" in path[:-1] or path == ("guard",):  # which may hold anything, and be None
+        if "evidence" in path[:-1] or path in OPTIONAL:  # which may hold anything, or be None
             continue
         others = ([None], [math.nan], {"a": None}, 1j, 2**70) if path[0] == "rules" and len(path) == 4 else ()
         cases += [(path, wrong) for wrong in (None, object(), *others)]

@@ -24,6 +24,7 @@ import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
 from gradstat.rules import MissingGradient
+from gradstat.rules.contents import COLUMNS, Contents
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window
 from gradstat.rules.runner import RuleRunner
@@ -173,6 +174,20 @@ def covered(*looks: Mapping[str, Any], every: int = 5, **more: Any) -> Story:
     """Looks at what the optimizer has."""
     made = [Coverage([], [], [], [], [])._replace(**look) for look in looks]
     return seen("coverage", *made, every=every, first=0, **more)
+
+
+def restored(of: str = "a", kind: str = "parameter", loss: float = 0.0, ranks: int = 1, **now: float) -> Story:
+    """A run that goes on in step 30 with three weights, which have states, of which those ``of`` some are others."""
+    rank = int(now.pop("rank", 0))
+    usual = dict.fromkeys(COLUMNS, 4.0) | {"numel": 64.0, "eps": 1e-7, "tiny": 0.0, "min": -1.0}
+    keys = [(which, name) for which in ("parameter", "momentum_buffer") for name in "abc"]
+    kinds, names = zip(*keys, strict=True)
+    before = [[usual[column] for column in COLUMNS] for _ in keys]
+    after = [
+        [(usual | now if which == kind and name in of else usual)[column] for column in COLUMNS] for which, name in keys
+    ]
+    pair = Contents(kinds, names, np.array(before)), Contents(kinds, names, np.array(after), rank=rank, ranks=ranks)
+    return replace(seen("restored", pair, first=30), scalars={"loss": [4.0] + [1.0] * 29 + [loss] * 5})
 
 
 def frozen_later(rows: int) -> Story:
@@ -481,6 +496,12 @@ STORIES: list[tuple[Any, ...]] = [
     ("a rate that fades later -> learning-rate-jump, warning 107 lr: falls from 1 to 0.0009226 within 50 steps",
      rates([1.0] * 60 + [0.85**i for i in range(60)]), rates([1.0] * 60 + [0.9**i for i in range(50)] + [0.9**50] * 60),
      rates([1 + math.cos(math.pi * i / 200) for i in range(200)]), rates([1 - i / 200 for i in range(200)])),
+    ("a weight that is lost -> not-restored, warning 30 a: not what it was when this state was saved: its norm was 4",
+     restored(norm=3.7), restored(norm=3.9), restored(norm=3.7, numel=65.0), restored(norm=3.7, rank=1)),
+    ("weights that are lost -> not-restored, error 30 a: the same holds for 2 more",
+     restored(norm=3.7, of="abc", loss=3.8), restored(norm=3.7, of="abc", loss=3.6)),
+    ("an optimizer that is made again -> not-restored, warning 30 a: the optimizer has no momentum_buffer of a",
+     restored(norm=0.0, kind="momentum_buffer"), restored(norm=0.0, kind="momentum_buffer", ranks=2)),
     ("a parameter it lacks -> optimizer-coverage, warning 0 a.weight: a gradient and is not in the optimizer",
      covered({"left_out": ["a.weight"]}), covered({})),
     ("parameters in the loss -> optimizer-coverage, warning 0 optimizer: the loss depends on 2 parameters that neither",

@@ -59,7 +59,7 @@ class OptimizerSteps(Probe):
     def _follow(self, parameters: Sequence[Tensor]) -> None:
         """Follows the first of the watched ``parameters`` that the optimizer trains and that has a gradient."""
         self._watched = set(map(id, parameters))
-        trained = _ids_of(self._optimizer)
+        trained = ids_of(self._optimizer)
         chosen = next((p for p in parameters if _may_have_hook(p) and p.grad is not None and id(p) in trained), None)
         is_heard = hasattr(self._stepping, "_optimizer_step_post_hooks")  # else it has not called torch's __init__
         if chosen is None or not is_heard or (self._follows is not None and self._follows() is chosen):
@@ -108,7 +108,7 @@ class OptimizerSteps(Probe):
     def _coverage(self, named: NamedParameters) -> Coverage:
         """Compares the optimizer with the watched parameters."""
         groups, pairs = self._optimizer.param_groups, list(zip(named.names(), named.parameters, strict=True))
-        trained, watched = _ids_of(self._optimizer), set(map(id, named.parameters))
+        trained, watched = ids_of(self._optimizer), set(map(id, named.parameters))
         anywhere = trained if watched <= trained else trained | ids_of_all()
         lacking = [(name, p) for name, p in pairs if p.requires_grad and id(p) not in anywhere]
         besides = list(self.run.trained.besides._parameters)
@@ -152,13 +152,14 @@ def _may_have_hook(parameter: Tensor) -> bool:
     return parameter.requires_grad and parameter.is_leaf
 
 
-def _ids_of(optimizer: Optimizer) -> set[int]:
+def ids_of(optimizer: Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer has."""
     return set().union(*(map(id, group["params"]) for group in optimizer.param_groups))
 
 
 def ids_of_all() -> set[int]:
     """The ids of the parameters that any watched optimizer has."""
-    return set().union(*(_ids_of(one) for known in list(_optimizers) if (one := known()) is not None))
+    return set().union(*(ids_of(one) for known in list(_optimizers) if (one := known()) is not None))
 
 
 # Settings --------------------------------------------------------------------------------------------

@@ -66,16 +66,23 @@ def parameters_of(named: NamedParameters) -> list[Part]:
 
 def states_of(optimizer: Optimizer, named: NamedParameters) -> list[Part]:
     """The tensors in an optimizer's state that have the shape of their parameter, a segment for each state key."""
+    by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
+    for key, name, parameter, value in every_state_of(optimizer, named):
+        if value.shape == parameter.shape:
+            of_key, tensors = by_key.setdefault(key, ([], []))
+            of_key.append(name)
+            tensors.append(value)
+    return [(Segment(name_of_state(key), tuple(of_key)), tensors) for key, (of_key, tensors) in by_key.items()]
+
+
+def every_state_of(optimizer: Optimizer, named: NamedParameters) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """The tensors in an optimizer's state, but counts of steps: key, name of the parameter, parameter and state."""
     # Keyed by id, because hashing a tensor is slow.
     states = {id(parameter): state for parameter, state in optimizer.state.items()}
-    by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
     for name, parameter in zip(named.names(), named.parameters, strict=True):
         for key, value in states.get(id(parameter), {}).items():
-            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                of_key, tensors = by_key.setdefault(key, ([], []))
-                of_key.append(name)
-                tensors.append(value)
-    return [(Segment(name_of_state(key), tuple(of_key)), tensors) for key, (of_key, tensors) in by_key.items()]
+            if key != "step" and isinstance(value, Tensor):
+                yield key, name, parameter, value
 
 
 class Updates(Probe):

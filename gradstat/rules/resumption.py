@@ -1,0 +1,202 @@
+"""The rule about a run that goes on from a checkpoint: what does not come back as it was."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gradstat.recording.findings import Finding, Severity
+from gradstat.rules.base import Rule, carried
+from gradstat.rules.contents import WEIGHT, Contents
+from gradstat.rules.rows import Bools, Floats, Window
+
+# Backends and devices round partial sums in float32: by 1e-7 of the sum of magnitudes at most.
+_ROUNDING = 1e-6
+# A tensor is another one, not itself a step before or after, if its norm or its extremes differ by such a part, or its
+# sum by so many norms. In small nets trained at high rates one step changes these by up to 0.001, 0.002 and 0.08.
+_FAR = np.array([0.05, 0.3, 0.1])
+# If this part of the elements is the same, the others are neither averages nor those of another step.
+_SOME = 0.1
+# Weights that all differ may be averages or those of another step. After 200 steps the loss of an average with a decay
+# of 0.999 is up to 0.87 of the way back, and that of a new initialisation at 0.95 or more. Where weights are constant
+# that were not, as biases and gains of a new model, which no average makes, half is enough.
+_BACK, _BACK_IF_NEW = 0.9, 0.5
+_RECENT = 20  # losses
+_LISTED = 20  # names of tensors in the evidence
+
+_OF_PART = (
+    "a part of the checkpoint that was not restored: strict=False, renamed keys, a layer that was tied or rebuilt",
+)
+_OF_ALL = ("weights that were not restored: model.load_state_dict() was not called, or with another checkpoint",)
+_OF_STATES = (
+    "an optimizer state that was not restored from the same checkpoint as the weights",
+    "parameters that are in another order in the optimizer than when it was saved",
+)
+_NOT_LOADED = ("optimizer.load_state_dict() was not called, or the optimizer was made again after it",)
+
+
+class NotRestored(Rule):
+    """Weights or optimizer states that are not what they were when the state of the monitor was saved.
+
+    Norms, sums and extremes are compared in the first step after `gradstat.Monitor.load_state_dict`, before the
+    optimizer steps. It is an error if most weights are others. Compared is what was and is trained, on the same rank
+    and in the same size: not what was added, removed, frozen or sharded, and no buffers, which a forward pass changes.
+    States that the optimizer lacks are told if it is of the same class, and there are as many ranks.
+
+    Weights that all differ may be averages (EMA, SWA), or the state was saved at another moment. They are told if they
+    are far from what they were, the optimizer has all states or none, and the loss is back near the first one, or half
+    of the way with constant weights that were not. Without a loss that had fallen such weights are enough.
+    """
+
+    name = "not-restored"
+    causes = _OF_PART
+    advice = (
+        "print what model.load_state_dict() returns: the keys that are missing or unexpected",
+        "restore model, optimizer and monitor from one checkpoint, saved at one moment",
+        "if they were changed on purpose: monitor.load_state_dict(state, expect_restored=False)",
+    )
+
+    _first, _losses = carried(math.nan), carried(list[float]())  # the first finite loss, and the last ones
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        steps, losses, noted = window.losses.steps, window.losses.values, 0
+        for seen in window.seen.get("restored", []):
+            at = bisect.bisect_left(steps, seen.step)
+            self._note(losses[noted:at])
+            noted = at
+            before, now = seen.value
+            if before.rank == now.rank and (before.ranks == now.ranks or now.rank == 0):  # others may have other shards
+                loss = losses[at] if seen.step in steps[at : at + 1] else math.nan
+                yield from self._compare(seen.step, before, now, loss)
+        self._note(losses[noted:])
+
+    def _note(self, losses: Sequence[float]) -> None:
+        if math.isnan(self._first) and losses:
+            self._first = losses[0]
+        self._losses = [*self._losses, *losses][-_RECENT:]
+
+    def _compare(self, step: int, before: Contents, now: Contents, loss: float) -> Iterator[Finding]:
+        weights, states = _Pairs.of(before, now, are_weights=True), _Pairs.of(before, now, are_weights=False)
+        lacking = _lacking(before, now)
+        is_without = bool(lacking) and all(kind == WEIGHT for kind, _ in now.places())
+        if weights.same >= _SOME and not states.same < 0.5:
+            is_told = bool(weights.are_far.any())
+        else:
+            is_told = self._are_lost(weights, states.same > 0.5 or is_without, bool(states.names), loss)
+        if is_told:
+            is_most = weights.share(weights.are_far) > 0.5
+            causes, severity = (_OF_ALL + _OF_PART if is_most else _OF_PART), "error" if is_most else self.severity
+            yield self._of(weights, step, causes, severity)
+        if states.are_far.any() and (states.same >= _SOME or weights.same > 0.5):
+            yield self._of(states, step, _OF_STATES, self.severity)
+        if lacking:
+            kind, names = lacking[0][0], list(dict.fromkeys(name for _, name in lacking))
+            more = f" and of {len(names) - 1} more" * (len(names) > 1)
+            text = f"the optimizer has no {kind} of {names[0]}{more}, which it had when this state was saved"
+            yield self.found(step, names[0], text, kind, None, _NOT_LOADED, parameters=names[:_LISTED])
+
+    def _are_lost(self, weights: _Pairs, is_certain: bool, has_states: bool, loss: float) -> bool:
+        """Whether weights that nearly all differ are neither averages nor of another step.
+
+        ``is_certain``: the optimizer has the states of that step, or none at all.
+        """
+        if not weights.share(weights.are_far) > 0.5 or not (is_certain or not has_states):
+            return False
+        recent, is_new = max(self._losses, default=math.inf), weights.are_new
+        if math.isnan(loss) or not self._first > recent:
+            return is_new
+        return loss - recent > (_BACK_IF_NEW if is_new else _BACK) * (self._first - recent)
+
+    def _of(self, pairs: _Pairs, step: int, causes: tuple[str, ...], severity: Severity) -> Finding:
+        """A finding about the first tensor of ``pairs`` that is far from what it was."""
+        i, others = int(pairs.are_far.argmax()), [pairs.names[j] for j in np.flatnonzero(pairs.differ).tolist()]
+        kind, name, (*_, norm, total, low, high) = pairs.kinds[i], pairs.names[i], pairs.before[i].tolist()
+        *_, norm_now, total_now, low_now, high_now = pairs.now[i].tolist()
+        how = (
+            f"its norm was {norm:.4g} and is {norm_now:.4g}",
+            f"its sum was {total:.4g} and is {total_now:.4g}",
+            f"its elements were from {low:.4g} to {high:.4g} and are from {low_now:.4g} to {high_now:.4g}",
+        )[int((pairs.distances[i] / _FAR).argmax())]
+        text = f"{name if kind == WEIGHT else f'{kind} of {name}'} is not what it was when this state was saved: {how}"
+        text += f"; the same holds for {len(others) - 1} more" * (len(others) > 1)
+        return self.found(step, name, text, kind, severity, causes, parameters=others[:_LISTED], count=len(others))
+
+
+def _lacking(before: Contents, now: Contents) -> list[tuple[str, str]]:
+    """Kind and parameter of the states that an optimizer of the same class, on as many ranks, has not any more."""
+    held = now.places()
+    if before.optimizer != now.optimizer or before.ranks != now.ranks:
+        return []
+    return [key for key in before.places() if key not in held and (WEIGHT, key[1]) in held and key[0] != WEIGHT]
+
+
+class _Pairs(NamedTuple):
+    """Tensors of the same kind, name and size in two contents."""
+
+    kinds: Sequence[str]
+    names: Sequence[str]
+    before: Floats
+    now: Floats
+    distances: Floats  # [n, 3] as in `_distances`
+
+    @classmethod
+    def of(cls, before: Contents, now: Contents, are_weights: bool) -> _Pairs:
+        """The weights, or the states of an optimizer of the same class."""
+        places = now.places() if are_weights or before.optimizer == now.optimizer else {}
+        pairs = {
+            key: (i, places[key])
+            for key, i in before.places().items()
+            if key in places and (key[0] == WEIGHT) == are_weights and before.rows[i, 0] == now.rows[places[key], 0]
+        }
+        old, new = before.rows[[i for i, _ in pairs.values()]], now.rows[[i for _, i in pairs.values()]]
+        return cls([kind for kind, _ in pairs], [name for _, name in pairs], old, new, _distances(old, new))
+
+    @property
+    def are_far(self) -> Bools:
+        far: Bools = np.asarray((self.distances >= _FAR).any(1))
+        return far
+
+    @property
+    def are_new(self) -> bool:
+        """Whether some tensors have one value in all elements, and had several."""
+        (*_, low, high), (*_, low_now, high_now) = self.before.T, self.now.T
+        return bool(((low < high) & (low_now == high_now)).any())
+
+    @property
+    def differ(self) -> Bools:
+        differ: Bools = np.asarray((self.distances > 0).any(1))
+        return differ
+
+    @property
+    def same(self) -> float:
+        """The share of elements in tensors that are the same; NaN if there are no tensors."""
+        return self.share(~self.differ)
+
+    def share(self, chosen: Bools) -> float:
+        """The share of elements in the ``chosen`` tensors; NaN if there are no tensors."""
+        sizes = self.before[:, 0]
+        return float(sizes[chosen].sum() / sizes.sum()) if len(sizes) else math.nan
+
+
+def _distances(before: Floats, now: Floats) -> Floats:
+    """``[n, 3]``: how far norms, sums and extremes are apart, as in `_FAR`; 0 for a tensor that is the same.
+
+    A tensor in another dtype is the same if rounding its elements explains the difference.
+    """
+    with np.errstate(all="ignore"):  # a state may hold anything
+        (_, eps, tiny, *old), (numel, new_eps, new_tiny, *new) = before.T, now.T
+        is_cast = (eps != new_eps) | (tiny != new_tiny)
+        relative = np.where(is_cast, np.maximum(eps, new_eps), _ROUNDING)
+        absolute = np.where(is_cast, np.maximum(tiny, new_tiny), 0.0)  # of an element
+        norm, norms = np.maximum(old[0], new[0]), np.hypot(old[0], new[0])
+        largest = np.max(np.abs([*old[2:], *new[2:]]), axis=0)
+        gap, gap_of_sum, gap_low, gap_high = np.abs(np.subtract(new, old))
+        gaps = np.stack([gap, gap_of_sum, np.maximum(gap_low, gap_high)], 1)
+        of_norm = relative * norm + absolute * np.sqrt(numel)
+        allowed = np.stack([of_norm, of_norm * np.sqrt(numel), relative * largest + absolute], 1)
+        distances = np.nan_to_num(gaps / np.stack([norm, norms, largest], 1))
+        return np.where((gaps > allowed).any(1, keepdims=True), distances, 0.0)
