@@ -59,6 +59,7 @@ class NotRestored(Rule):
         "restore model, optimizer and monitor from one checkpoint, saved at one moment",
         "if they were changed on purpose: monitor.load_state_dict(state, expect_restored=False)",
     )
+    explains = ("loss-spike", "exploding-gradient", "parameter-jump", "second-moment-drop", "momentum-drift")
 
     _first, _losses = carried(math.nan), carried(list[float]())  # the first finite loss, and the last ones
 
