@@ -369,7 +369,9 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
     torch.save(first.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     forget_accelerators()
-    second = under(case._replace(bad_at=frozenset(), before=lambda handle: handle.load_state_dict(state))).handle
+    second = under(
+        case._replace(bad_at=frozenset(), before=lambda handle: handle.load_state_dict(state, expect_restored=False))
+    ).handle
     assert second.monitor.steps == 3 + STEPS
     assert not second.should_stop
     assert second.monitor.findings == first.monitor.findings
