@@ -95,7 +95,7 @@ def auto(
         model: The model, for parameter names and everything else that a monitor can watch. May be left out, as in
             ``gradstat.auto(optimizer)``, which uses the optimizer's names (``group0.3``, or its own if it was made from
             ``named_parameters()``). What the optimizer trains besides is watched as well, under those names.
-        optimizer: Any ``torch.optim.Optimizer``; of one that wraps another, as Accelerate's and Opacus' do, the inner.
+        optimizer: Any ``torch.optim.Optimizer``; of what wraps one, as those of Accelerate, Opacus, fastai, the inner.
             The two may come in either order.
         max_norm: If given, gradients are clipped to it after they were measured, as by `gradstat.clip_grad_norm_` or by
             an adaptive clip. Where a loss scaler leaves unscaling to a fused optimizer's step, the clip does so, too.
@@ -111,12 +111,12 @@ def auto(
         TypeError: ``optimizer`` is not an optimizer, or ``max_norm`` neither a number nor an adaptive clip.
         ValueError: ``max_norm`` is not above 0.
     """
-    model, optimizer = optimizers.in_order(model, optimizer)
+    model, optimizer = optimizers.in_order(*map(optimizers.held_by, (model, optimizer)))
     if not isinstance(optimizer, Optimizer):
         refuse_engine(optimizer)
         raise TypeError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
-            "wrapped optimizer pass the inner one, for example optimizer.optimizer"
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}, which "
+            "holds none; make gradstat.Monitor(model) in place of this, and call its step(loss) after backward()"
         )
     refuse_unknown(options, auto, Monitor)
     optimizer, limit = optimizers.unwrapped(optimizer), checked_limit(max_norm)

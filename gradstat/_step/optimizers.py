@@ -35,8 +35,7 @@ def require_steppable(optimizer: object) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         refuse_engine(optimizer)
-        inner = getattr(optimizer, "optimizer", None)
-        hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
+        hint = "; pass the optimizer that it wraps" if held_by(optimizer) is not optimizer else ""
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
     for name in ("grad_scale", "found_inf"):
         if getattr(optimizer, name, None) is not None:
@@ -58,6 +57,14 @@ def in_order(model: Any, optimizer: Any) -> tuple[Module | None, Any]:
             f"expected one optimizer and one torch.nn.Module, got {type(model).__name__} beside the optimizer"
         )
     return model, optimizer
+
+
+def held_by(wrapper: Any) -> Any:
+    """The only torch optimizer among the attributes of ``wrapper``, unless it is one, or a module; else ``wrapper``."""
+    if isinstance(wrapper, Optimizer | Module):
+        return wrapper
+    held = {id(value): value for value in getattr(wrapper, "__dict__", {}).values() if isinstance(value, Optimizer)}
+    return next(iter(held.values())) if len(held) == 1 else wrapper
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

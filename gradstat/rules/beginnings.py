@@ -14,7 +14,7 @@ from gradstat.rules.rows import Floats, Window
 
 
 class HeavyDropout(Rule):
-    """A dropout leaves less than a tenth of what it gets."""
+    """A dropout leaves a tenth of what it gets, or less."""
 
     name = "heavy-dropout"
     explains = ("no-learning", "unrelated-outputs")
@@ -26,7 +26,7 @@ class HeavyDropout(Rule):
             if seen.value and not self._episodes:
                 name, step = seen.value[0] or "model", 0 if seen.step <= SOON else seen.step
                 self.begins(name, step)
-                text = f"the dropout of {seen.value[0] or 'the model'} leaves less than a tenth"
+                text = f"the dropout of {seen.value[0] or 'the model'} leaves a tenth or less"
                 text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
                 yield self.found(step, name, text, "module", modules=seen.value[:20])
 

@@ -697,7 +697,12 @@ def test_parameters_may_be_frozen_between_their_gradients_and_the_step(automatic
         (lambda m, o: gradstat.auto(o, maxnorm=1.0), r"auto\(\) has no argument 'maxnorm'; did you mean 'max_norm'\?"),
         (lambda m, o: gradstat.auto(o, max_norm="1"), "max_norm: expected a number"),
         (lambda m, o: gradstat.auto(o, m, scaler=m), r"scaler: expected a torch\.amp\.GradScaler or None, got .*Seq"),
-        (lambda m, o: gradstat.auto(m), r"expected a torch\.optim\.Optimizer, got .*; for a wrapped optimizer pass"),
+        (lambda m, o: gradstat.auto(m), r"expected a torch\.optim\.Optimizer, got .*Sequential, which holds none"),
+        (
+            lambda m, o: gradstat.auto(m, object()),
+            r"builtins.object, which holds none; make gradstat\.Monitor",
+        ),
+        (lambda m, o: gradstat.auto(m, SimpleNamespace(a=o, b=fresh(m))), r"SimpleNamespace, which holds none"),
         (lambda m, o: gradstat.auto(o, o), r"one torch\.nn\.Module, got AdamW"),
     ],
 )
@@ -706,6 +711,21 @@ def test_wrong_types_are_refused(call: Callable[[nn.Module, torch.optim.Optimize
     with pytest.raises(TypeError, match=message):
         call(model, optimizer)
     assert "_gradstat_auto" not in vars(optimizer)
+
+
+def fresh(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_optimizer_that_another_object_holds_is_watched(order: int) -> None:
+    """As fastai's OptimWrapper does. A module that keeps its optimizer is no such object."""
+    model, optimizer = made()
+    model.optimizer = fresh(model)
+    handle = gradstat.auto(*(model, SimpleNamespace(opt=optimizer, name="Adam"))[::order])
+    assert handle.optimizer is optimizer
+    assert handle.monitor.recorder.inner is model
+    handle.remove()
 
 
 def test_a_scaler_inside_of_a_trainers_is_found() -> None:

@@ -498,9 +498,10 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "views of other samples -> guessing among": lambda: fitted(contrastive, other(scores), 4, lr=0.003),
     "a rate of 1 -> the weights have grown": lambda: fitted(lambda x, y: (x - y).abs().mean(), score, lr=1.0),
     # Settings
-    "a dropout of 0.95 -> 0 layer: the dropout of layer leaves less than a tenth": lambda: dropped(nn.Dropout(0.95)),
+    "a dropout of 0.95 -> 0 layer: the dropout of layer leaves a tenth or less": lambda: dropped(nn.Dropout(0.95)),
     "attention with it -> 0 layer: the dropout of": lambda: dropped(nn.MultiheadAttention(4, 2, dropout=0.95)),
-    "a dropout of 0.9 -> nothing": lambda: dropped(nn.Dropout(0.9)),
+    "a dropout of 0.9 -> 0 layer: the dropout of layer leaves": lambda: dropped(nn.Dropout(0.9)),
+    "a dropout of 0.89 -> nothing": lambda: dropped(nn.Dropout(0.89)),
     "a dropout of 0.95 in evaluation -> nothing": lambda: dropped(nn.Dropout(0.95).eval()),
     "a dropout that is raised later -> 100 layer: the dropout": lambda: dropped(nn.Dropout(0.1), 0.95),
     "eps -> 51 eps: eps of group 0 has gone from 0.01 to 0.11, after step 50": lambda: setting("eps", 0.01, 0.11),

@@ -225,6 +225,18 @@ def test_a_nan_that_came_after_all_was_finite_again_is_no_consequence() -> None:
     assert errors == [("nonfinite-gradient", 3), ("nonfinite-parameter", 25)]
 
 
+def test_a_frozen_integer_parameter_is_no_matter() -> None:
+    model, _, _ = made()
+    model.seed = nn.Parameter(torch.arange(3), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor = gradstat.Monitor(model, torch.optim.SGD(model.first.parameters(), lr=0.1))
+        trained(model, monitor.recorder.optimizer, monitor, 3)
+        monitor.detach()
+    assert not monitor.findings
+    assert "seed" not in monitor.recording().tables["parameter"].names
+
+
 @pytest.mark.parametrize("is_seen_by", ["loss", "output", "auto"])
 @pytest.mark.parametrize(("others", "is_told"), [("list", 2), ("frozen", 0), ("critic", 0), ("child", 0)])
 def test_parameters_that_nobody_trains_are_told(others: str, is_told: int, is_seen_by: str) -> None:
@@ -398,9 +410,11 @@ def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
             monitor.step(loss)
         assert [monitor.scaler is scaler for monitor in monitors] == [count == 1] * count
         assert monitors[0].recording().scalars["norm"].tolist() == [norm]
-        assert torch.amp.GradScaler.scale is scale_of_torch  # it was looked for until the first step only
+        # One without a scaler looks for it until the first step only; with one it hears clips in further steps.
+        assert (torch.amp.GradScaler.scale is scale_of_torch) == (count == 2)
         for monitor in monitors:
             monitor.detach()
+        assert torch.amp.GradScaler.scale is scale_of_torch
     monitor = gradstat.Monitor(model, optimizer)
     assert torch.amp.GradScaler.scale is not scale_of_torch
     del monitor

@@ -791,7 +791,7 @@ STORIES: list[tuple[Any, ...]] = [
      learning([2.1] + [11.0] * 7 + [2.0] * 13)),
     ("weights that are all equal -> constant-weights, warning 0 a.weight: and so are those of each other weight",
      constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight")),
-    ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: leaves less than a tenth, and so do 1 more",
+    ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: leaves a tenth or less, and so do 1 more",
      seen("dropped", ["a.drop", "b.drop"]), seen("dropped", [])),
     ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: it cannot fall below 0.7437",
      looking([facts(activation=Activation.UNIT, is_named=True)]), looking([facts(activation=Activation.UNIT)]),

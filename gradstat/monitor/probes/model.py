@@ -59,13 +59,13 @@ class ModelFacts(Probe):
 
 
 def dropped_by(model: nn.Module) -> list[str]:
-    """The names of modules whose dropout leaves less than a tenth: torch's, and others with a number ``dropout``."""
-    shares = (
-        (name, module.p if isinstance(module, _Dropout) else getattr(module, "dropout", 0))
+    """The names of modules whose dropout leaves a tenth or less: torch's, and others with a number ``dropout``."""
+    shares = (  # not getattr, which may run code of the module
+        (name, module.p if isinstance(module, _Dropout) else vars(module).get("dropout"))
         for name, module in model.named_modules()
         if module.training
     )
-    return [name for name, share in shares if isinstance(share, float) and 0.9 < share <= 1]
+    return [name for name, share in shares if isinstance(share, float) and 0.9 <= share <= 1]
 
 
 def leaves_of(computed: Tensor) -> Leaves:

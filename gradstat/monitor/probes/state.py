@@ -60,8 +60,10 @@ class OptimizerStates(Probe):
 
 
 def parameters_of(named: NamedParameters) -> list[Part]:
-    parameters = own_shards(named)
-    return [(Segment("parameter", tuple(named.names())), parameters)] if parameters else []
+    """The parameters, but for frozen integers, as Keras keeps the state of a generator in one."""
+    triples = zip(named.names(), named.parameters, own_shards(named), strict=True)
+    kept = {name: shard for name, p, shard in triples if p.requires_grad or p.is_floating_point() or p.is_complex()}
+    return [(Segment("parameter", tuple(kept)), list(kept.values()))] if kept else []
 
 
 def states_of(optimizer: Optimizer, named: NamedParameters) -> list[Part]:
