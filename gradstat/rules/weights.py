@@ -12,6 +12,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
+from gradstat.rules.averages import IN_FLOAT32, ROUNDED_AVERAGE, in_words, standing_still
 from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, median, risen, sizes_of_weights
 from gradstat.rules.gradients import NEVER_INITIALISED, VANISHING
 from gradstat.rules.rows import Bools, Rows, Window
@@ -182,7 +183,8 @@ class UnchangedParameter(Rule):
     """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
 
     Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or, under
-    `gradstat.auto`, gradients were zeroed fifty times, and twice as often as between earlier steps, without a step.
+    `gradstat.auto`, gradients were zeroed fifty times, and twice as often as between earlier steps, without a step. Or
+    a frozen parameter or buffer of 16 bits, which is an average of a weight by its name and shape, does not follow it.
 
     Args:
         steps: Minimum number of steps without any change: after an incident, measurements are close together.
@@ -216,6 +218,13 @@ class UnchangedParameter(Rule):
         for seen in window.seen.get("unused", []):
             text = f"gradients were computed and zeroed {seen.value} times, and step() of the optimizer was not called"
             yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)
+        for seen in window.seen.get("averages", []):
+            averages = standing_still(seen.value, self.steps)
+            if averages and self.begins("averages", seen.step):
+                began, name = seen.step - averages[0].steps, averages[0].name
+                told: dict[str, Any] = {"parameters": [one.name for one in averages], "share": averages[0].still}
+                told |= {"causes": (ROUNDED_AVERAGE,), "advice": (IN_FLOAT32,)}
+                yield self.found(began, name, in_words(averages), "parameter", **told)
         rows, gradients = window.measured.get("parameter"), window.measured.get("gradient")
         if rows is None or gradients is None:
             return

@@ -8,12 +8,13 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.ranks import Ranks
-from helpers.training import HEALTHY, Clusters, Healthy, Training, factory, serious, serious_findings, train_mlp
+from helpers.training import HEALTHY, Clusters, Healthy, Training, factory, mlp, serious, serious_findings, train_mlp
 from helpers.training_faults import FAULTS, Fault, inject
 from torch import Tensor, nn
 from training_programs import PROGRAMS, Program, run
@@ -133,6 +134,63 @@ def test_a_range_test_may_end_in_divergence(kind: type[torch.optim.Optimizer], r
     training = train_mlp(0, optimize=factory(kind, 1e-6))
     rise = lambda step: training.optimizer.param_groups[0].update(lr=1e-6 * 10 ** (step * 8 / 300))  # noqa: E731
     assert rules_in(training, 300, rise, resumed=resumed) == []
+
+
+class Averaged(nn.Module):
+    """A model beside an average of its weights, which are frozen parameters or, by names without dots, buffers."""
+
+    def __init__(self, dtype: torch.dtype, in_buffers: bool) -> None:
+        super().__init__()
+        self.online = mlp()
+        for name, weight in self.online.named_parameters():
+            copy = weight.detach().to(dtype, copy=True)
+            if in_buffers:
+                self.register_buffer("mean" + name.replace(".", ""), copy)
+            else:
+                self.register_parameter("mean_" + name.replace(".", "_"), nn.Parameter(copy, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.online(x)
+
+    @torch.no_grad()
+    def average(self, update: Callable[[Tensor, Tensor], object]) -> None:
+        kept = (t for name, t in [*self.named_parameters(), *self.named_buffers()] if name.startswith("mean"))
+        for mean, weight in zip(kept, self.online.parameters(), strict=True):
+            update(mean, weight.to(mean.dtype))
+
+
+def _set(mean: Tensor, weight: Tensor) -> None:
+    mean.data = 0.999 * mean.data + 0.001 * weight
+
+
+@pytest.mark.parametrize(
+    ("dtype", "update", "told"),
+    [
+        (torch.bfloat16, lambda mean, weight: mean.mul_(0.999).add_(weight, alpha=0.001), True),
+        (torch.bfloat16, lambda mean, weight: mean.lerp_(weight, 1e-4), True),
+        (torch.bfloat16, _set, True),
+        (torch.float16, lambda mean, weight: mean.lerp_(weight, 1e-4), True),
+        (torch.float16, lambda mean, weight: mean.lerp_(weight, 0.01), False),
+        (torch.bfloat16, lambda mean, weight: mean.lerp_(weight, 0.1), False),
+        (torch.bfloat16, lambda mean, weight: mean.copy_(weight), False),
+        (torch.bfloat16, lambda mean, weight: None, False),  # as of a model that is to stay
+        (torch.float32, lambda mean, weight: mean.lerp_(weight, 1e-4), False),
+    ],
+)
+@pytest.mark.parametrize("in_buffers", [False, True])
+def test_an_average_in_16_bits_must_follow(dtype: torch.dtype, in_buffers: bool, update: Any, told: bool) -> None:
+    training = train_mlp(0, 3e-3, model=lambda: Averaged(dtype, in_buffers))
+    assert rules_in(training, 120, lambda step: training.model.average(update)) == ["unchanged-parameter"] * told
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-3])
+def test_an_average_may_stay_where_its_weights_do_and_frozen_layers_where_they_are(rate: float) -> None:
+    training = train_mlp(0, rate, model=lambda: Averaged(torch.bfloat16, False))
+    means = [p for name, p in training.model.named_parameters() if name.startswith("mean")]
+    for mean in means if rate == 1e-3 else ():
+        nn.init.normal_(mean)  # other layers of the same shape, which something clamps in each step
+    update = lambda mean, weight: mean.clamp_(-9, 9) if rate == 1e-3 else mean.lerp_(weight, 0.001)  # noqa: E731
+    assert "unchanged-parameter" not in rules_in(training, 120, lambda step: training.model.average(update))
 
 
 class Shift(nn.Module):

@@ -24,6 +24,7 @@ import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
 from gradstat.rules import MissingGradient
+from gradstat.rules.averages import Average
 from gradstat.rules.contents import COLUMNS, Contents
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window
@@ -308,6 +309,11 @@ def drifting(*moves: float, last: tuple[float, float] = (0.1, 1.0)) -> Story:
     scalars = {"lr": [0.1] * at + [last[0]], "finite_norm": [1.0] * at + [last[1]]}
     table = Table(each(range(at + 1), [row(0.1), row(0.1, 8), ABSENT]))
     return rows_of("parameter", weights, tables={"gradient": table}, scalars=scalars)
+
+
+def averaged(steps: int = 50, is_written: bool = True, far: float = 0.2, still: float = 0.6) -> Story:
+    """One look at an average, which so many steps were between."""
+    return seen("averages", [Average("t", steps, is_written, far, still)], first=3 + steps)
 
 
 EACH, WRITTEN = (50, 50, 50), (50, 50, 51)
@@ -596,6 +602,8 @@ STORIES: list[tuple[Any, ...]] = [
      resized(1, 1.1, 1.2, 2.5, changes=EACH)),
     ("a weight that shrinks -> overwritten-parameter, warning 101 b.weight: the parameter went from 9.6 to 0.24",
      resized(1, 1.1, 1.2, 0.03), resized(1, 1.1, 1.2, 0.05), resized(1, 1.1, 1.2, 0.03, changes=EACH)),
+    ("an average that stands still -> unchanged-parameter, warning 3 t: an average of weights in 16 bits, stands still",
+     averaged(), averaged(steps=49), averaged(is_written=False), averaged(far=0.19), averaged(still=0.5)),
     ("no step at all -> unchanged-parameter, warning 3 optimizer: computed and zeroed 50 times", seen("unused", 50)),
     ("a weight that stays -> unchanged-parameter, warning 100 a.weight: has not changed since step 100",
      unchanged(2), unchanged(1), unchanged(2, gradient=0.9e-5), unchanged(9, apart=5), unchanged(2, zeros=0)),
