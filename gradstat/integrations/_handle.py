@@ -7,7 +7,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,7 @@ class Watched(StepSource):
     def __init__(self, handle: Handle, model: nn.Module, optimizer: Optimizer | None) -> None:
         super().__init__(model, handle.device)
         self._handle, self.model, self.optimizer = handle, model, optimizer
-        self.runs_steps, self.saves = handle.runs_steps, handle.saves
+        self.runs_steps, self.saves, self.outermost = handle.runs_steps, handle.saves, handle.outermost
         self._losses: list[Tensor] = []
         self._turn = 0  # in the last backward pass
 
@@ -151,6 +151,7 @@ class Handle:
         self.healthy_checkpoints = healthy
         self.device: torch.device | None = None  # of this rank; None if it trains alone
         self.is_replicated = False  # whether DDP keeps the same parameters on all ranks
+        self.outermost: CodeType | None = None  # as of a `StepSource`
         self.turns = 0  # how many steps have been measured of models that take turns
         self.watched: Sequence[Watched] = ()  # one for each model or optimizer, when training begins
         self._engine_clips = False

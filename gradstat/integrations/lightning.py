@@ -154,6 +154,9 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         """Makes the monitors, now that the optimizers exist."""
         self.watched = []
         self.is_replicated = isinstance(trainer.strategy.model, DistributedDataParallel)
+        # The last micro-batch runs inside of the optimizer's step.
+        closures = sys.modules[type(trainer.fit_loop.epoch_loop.automatic_optimization).__module__]
+        self.outermost = inspect.unwrap(closures.Closure.closure).__code__
         for optimizer in trainer.optimizers:
             self._watch(trainer, pl_module, optimizer)
         loaded, self._loaded = self._loaded, None

@@ -64,6 +64,10 @@ class BackwardPasses:
         """A pass has reached the first parameter."""
         self._before = {}
 
+    def is_followed(self, parameter: Tensor) -> bool:
+        """Whether it is known of ``parameter`` that gradients were zeroed."""
+        return self._followed() is parameter
+
     def reach(self, parameter: Tensor) -> None:
         """The running pass reaches ``parameter``."""
         if id(parameter) not in self._before:

@@ -24,9 +24,9 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
 from gradstat.monitor.backward_passes import BackwardPasses, State, is_same, state_of
 from gradstat.monitor.monitor import Monitor
+from gradstat.monitor.zeroed_passes import Zeroed, ZeroedPasses
 from gradstat.rules.rows import Observation
 
-_UNUSED = 50  # so many gradients in a row that no step uses are told; four times as many before the first step
 _CLIPS = "calls of clips and loss scalers could not be tracked"
 
 
@@ -50,9 +50,7 @@ class StepListener:
         self._thread: int | None = None  # that trains; another one's announcements may concern another model
         self._known: Sequence[Tensor] = ()  # what was watched when it last looked
         self._roots: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
-        # How often gradients were zeroed since the last step, and the version of that parameter then.
-        self._unused = self._version = 0
-        self._enough = 4 * _UNUSED  # some programs take the gradient of each sample
+        self._zeroed = ZeroedPasses(self._parameters, self._source.outermost)
         self._clips_late = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
@@ -62,9 +60,8 @@ class StepListener:
     def listen(self) -> None:
         """Begins to hear announcements."""
         torch_calls.listen(self)
-        if not self._source.tells_backward:
-            with self._contained():
-                self._passes.hear_all(self._parameters())
+        with self._contained():
+            self._passes.hear_all(self._parameters())
 
     def remove(self) -> None:
         """Hears nothing any more."""
@@ -86,6 +83,8 @@ class StepListener:
             if watched.issuperset(map(id, parameters)):  # else others may not be used yet
                 self._recorder.note("late_clip", 1.0)
             return
+        with self._contained():
+            self._zeroed.before_change()
         self.measure(scaler, loss)
         if self.monitor.clips is not None:
             self.monitor.clips.before_change(parameters, scaler, loss, limit)
@@ -95,6 +94,7 @@ class StepListener:
         if self.holds(parameters) and self._source.is_complete():
             with self._contained():
                 self._passes.note()
+                self._zeroed.after_change()
                 now = state_of(self._first_gradient())
                 if self._clips_late:
                     self._used, self._clips_late = now, False
@@ -113,26 +113,34 @@ class StepListener:
             self._thread = running.thread
             self._passes.begin()
         self._passes.reach(reached)
+        if self._zeroed.is_looking and self._passes.is_followed(reached):
+            with self._contained():
+                self._zeroed.before_pass(reached.grad)
 
     def after_backward(self, losses: Sequence[Tensor]) -> None:
         """Takes ``losses`` for those of the coming step; forgets those of gradients that were zeroed.
 
         Tells if no step uses any of them.
         """
-        is_unused = False
+        zeroed = None
         with self._contained():
             version, were_zeroed = self._passes.version, self._passes.end()
+            if were_zeroed is not None:
+                versions, wrapper = (version, self._passes.version), self._source.wrapper
+                is_local = not getattr(wrapper, "require_backward_grad_sync", True)
+                zeroed = self._zeroed.after_pass(were_zeroed, versions, wrapper.training, is_local)
             if were_zeroed:
                 self._roots.clear()
-                # Not in an evaluation, which may take gradients, and not if something else changes the parameter.
-                is_unused = version == self._version and self._source.wrapper.training
-                self._unused, self._version = self._unused + 1 if is_unused else 0, version
-            if were_zeroed is not None:
+            if were_zeroed is not None and not self._source.tells_backward:
                 self._measured = None
                 self._roots += [loss.detach().reshape(()) for loss in losses]
                 self._recorder.saw_loss(losses)
-        if is_unused and self._unused == self._enough:
-            seen = [Observation("unused", self.monitor.steps, self._unused)]
+        self._tell(zeroed)
+
+    def _tell(self, zeroed: Zeroed | None) -> None:
+        """Lets the monitor respond to passes that no step uses."""
+        if zeroed is not None:
+            seen = [Observation("unused", self.monitor.steps - zeroed.steps, zeroed)]
             self.monitor.responder.respond_to(self.monitor, seen)
 
     def saw_backward(self) -> None:
@@ -152,6 +160,7 @@ class StepListener:
                 self._is_over = False
             if has_failed or self._measured is None:
                 self.measure()
+            self._judge_passes()
             if self._max_norm is not None:
                 _clip(optimizer, self._max_norm)
             return None
@@ -164,6 +173,8 @@ class StepListener:
             is_first = not self._is_over
             self.measure(None, loss)  # unless a clip in the closure has
             self._is_over = True
+            if is_first:
+                self._judge_passes()
             # An adaptive clip would take each evaluation for a step.
             if self._max_norm is not None and (is_first or not isinstance(self._max_norm, AdaptiveClip)):
                 _clip(optimizer, self._max_norm)
@@ -175,7 +186,16 @@ class StepListener:
         """Marks the coming step of ``optimizer`` as not measured yet."""
         if optimizer is self.optimizer or self._steps_in_place(optimizer):
             self._used, self._measured, self._is_over, self._running = self._measured, None, False, None
-            self._unused, self._enough = 0, max(_UNUSED, 2 * self._unused)
+            self._zeroed.after_step()
+        elif self._thread == threading.get_ident():
+            self._zeroed.interrupt()
+
+    def _judge_passes(self) -> None:
+        """Tells of backward passes that the step which begins does not use."""
+        zeroed = None
+        with self._contained():
+            zeroed = self._zeroed.before_step()
+        self._tell(zeroed)
 
     # Steps -----------------------------------------------------------------------------------------------
 
@@ -195,8 +215,7 @@ class StepListener:
                 monitor.scaler = scaler
             if self._measured is not None and self.is_measured():
                 return
-            if not self._source.tells_backward:
-                self._passes.check(self._parameters())
+            self._passes.check(self._parameters())
             heard, self._roots = self._roots, []
             heard = torch_calls.losses_scaled_by(monitor.scaler) if are_scaled else heard
             loss = self._source.loss(heard if loss is None else [loss])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class StepSource:
     tells_backward = (
         False  # `StepListener.saw_backward` is called for each backward pass, and torch's count for nothing
     )
+
+    outermost: CodeType | None = None  # of the framework's function that runs a micro-batch, if from several places
 
     def __init__(self, wrapper: nn.Module, device: torch.device | None = None) -> None:
         self.wrapper, self.device = wrapper, device

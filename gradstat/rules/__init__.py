@@ -24,7 +24,13 @@ from gradstat.rules.finite import (
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, ShrinkingWeights
 from gradstat.rules.learning_rate import LearningRateJump
-from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
+from gradstat.rules.optimizer import (
+    GradientsNotZeroed,
+    MomentumDrift,
+    SecondMomentDrop,
+    SmallSecondMoment,
+    UnusedGradients,
+)
 from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, RawTargets, SoftmaxDimension, UnrelatedOutputs
 from gradstat.rules.precision import Underflow
 from gradstat.rules.resumption import NotRestored
@@ -43,6 +49,7 @@ RULES: tuple[type[Rule], ...] = (
     NotRestored,
     OptimizerCoverage,
     GradientsNotZeroed,
+    UnusedGradients,
     ScaledClip,
     UnreducedGradients,
     ReplicaMismatch,

@@ -19,6 +19,7 @@ class ScaledClip(Rule):
     """
 
     name = "scaled-clip"
+    explains = ("momentum-drift", "small-second-moment", "unchanged-parameter", "no-learning", "unrelated-outputs")
     causes = ("a clip that is called before scaler.unscale_(optimizer)",)
     advice = ("call scaler.unscale_(optimizer) after the last backward() and before the clip",)
 

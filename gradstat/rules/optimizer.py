@@ -61,6 +61,39 @@ class GradientsNotZeroed(Rule):
             self._run, self._reported = 0, False
 
 
+_NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
+_STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
+
+
+class UnusedGradients(Rule):
+    """Backward passes whose gradients are zeroed before a step uses them; needs `gradstat.auto` or an integration.
+
+    Known exactly. Told from the third step in a row on in which all passes come from the same places of the program,
+    nothing has moved the parameters in between, and the step uses what the last of them has left: a program that reads
+    gradients in between has another use for them. Not beside an optimizer that trains something else in turn, and not
+    known under FSDP. Or gradients were zeroed fifty times, and twice as often as between earlier steps, without a step.
+    """
+
+    name = "unused-gradients"
+    explains = ("unchanged-parameter", "no-learning", "unrelated-outputs")
+    causes = (
+        "gradients are zeroed before each micro-batch instead of once per step",
+        "gradients that are read before they are zeroed, on purpose: then leave this rule out of rules=",
+    )
+    advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.seen.get("unused", []):
+            unused, of = seen.value.unused, seen.value.of
+            if not of:
+                text = f"gradients were computed and zeroed {unused} times, and step() of the optimizer was not called"
+                yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)
+            elif not window.run.has_rival:
+                text = f"{unused} of {of} backward passes are zeroed unused: each of the last {seen.value.steps} steps "
+                text += "used only what was computed after gradients had been zeroed for the last time"
+                yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
+
+
 # Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not matter. A momentum
 # of 0.99 without dampening reaches 100 times a constant gradient.
 _FACTOR = 100.0

@@ -160,8 +160,6 @@ def _unlike(rows: Rows, judged: Bools) -> tuple[str, float]:
     return max(ratios.items(), key=operator.itemgetter(1))
 
 
-_NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
-_STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
 # Measurements in a row without any change, of which one is enough if no parameter has changed.
 _UNCHANGED = 2
 # Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the rounding error of
@@ -182,9 +180,8 @@ _LARGER = ("compare the norm that gradients are clipped to with their norm", "pr
 class UnchangedParameter(Rule):
     """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
 
-    Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or, under
-    `gradstat.auto`, gradients were zeroed fifty times, and twice as often as between earlier steps, without a step. Or
-    a frozen parameter or buffer of 16 bits, which is an average of a weight by its name and shape, does not follow it.
+    Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or a frozen
+    parameter or buffer of 16 bits, which is an average of a weight by its name and shape, does not follow it.
 
     Args:
         steps: Minimum number of steps without any change: after an incident, measurements are close together.
@@ -215,9 +212,6 @@ class UnchangedParameter(Rule):
         self.steps = steps
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("unused", []):
-            text = f"gradients were computed and zeroed {seen.value} times, and step() of the optimizer was not called"
-            yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)
         for seen in window.seen.get("averages", []):
             averages = standing_still(seen.value, self.steps)
             if averages and self.begins("averages", seen.step):

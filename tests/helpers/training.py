@@ -36,6 +36,7 @@ class Training:
     schedule: Callable[[int], float] | None = None  # factor of the learning rate for each step
     accumulate: int = 1  # micro-batches per step
     max_norm: float | None = None
+    unscales: bool = True  # before the clip
     shown: bool = True  # the monitor is shown the batches, or the part that ``show`` returns
     show: Callable[[tuple[Tensor, Tensor]], Any] = tuple
 
@@ -76,7 +77,7 @@ class Training:
             return self.loss(self.model, batch)
 
     def _update(self) -> None:
-        if self.scaler is not None:
+        if self.scaler is not None and self.unscales:
             self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)

@@ -310,6 +310,9 @@ FAULTS: tuple[Fault, ...] = (
           lambda seed: train_scaled(seed, 2.0**12, shown=False), also=("nonfinite-loss",)),
     Fault("float16 gradients underflow, without a scaler", "MLP in float16", "underflow", "0.weight",
           _unbroken, lambda seed: _half_model(seed, 1e-5), _half_model, step=0, further=40),
+    Fault("gradients are clipped before they are unscaled", "MLP, autocast", "scaled-clip", "norm",
+          lambda training: setattr(training, "unscales", False),
+          lambda seed: train_scaled(seed, 2.0**12, max_norm=1.0, shown=False), step=0),
     # Size
     Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
     Fault("zero_grad is not called any more", "MLP", "gradients-not-zeroed", "gradients", _never_zeroed),

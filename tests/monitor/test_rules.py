@@ -23,6 +23,7 @@ from torch import nn
 import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
+from gradstat.monitor.zeroed_passes import Zeroed
 from gradstat.rules import MissingGradient
 from gradstat.rules.averages import Average
 from gradstat.rules.contents import COLUMNS, Contents
@@ -524,6 +525,10 @@ STORIES: list[tuple[Any, ...]] = [
     ("gradients that nobody zeroes -> gradients-not-zeroed, warning 3 gradients: the last 2 steps of the optimizer",
      series("not_zeroed", [math.nan] * 4 + [1.0] * 3), series("not_zeroed", [math.nan, 1.0, math.nan, 1.0, math.nan]),
      Story(9)),
+    ("gradients zeroed before each pass -> unused-gradients, warning 3 gradients: 7 of 8 backward passes are zeroed",
+     seen("unused", Zeroed(7, 8, 3)), seen("unused", Zeroed(7, 8, 3), run=RIVAL), Story(9)),
+    ("no step at all -> unused-gradients, warning 3 optimizer: computed and zeroed 50 times",
+     seen("unused", Zeroed(50)), Story(9)),
     ("replicas that differ -> replica-mismatch, error 3 a.bias: drifted=[namespace(name='a.bias')]",
      seen("replicas", report(ok=False, drifted=[report(name="a.bias")])), seen("replicas", report(ok=True))),
     ("a NaN in a state -> nonfinite-optimizer-state, error 50 a.bias: the optimizer's exp_avg of a.bias has 1 NaN",
@@ -604,7 +609,6 @@ STORIES: list[tuple[Any, ...]] = [
      resized(1, 1.1, 1.2, 0.03), resized(1, 1.1, 1.2, 0.05), resized(1, 1.1, 1.2, 0.03, changes=EACH)),
     ("an average that stands still -> unchanged-parameter, warning 3 t: an average of weights in 16 bits, stands still",
      averaged(), averaged(steps=49), averaged(is_written=False), averaged(far=0.19), averaged(still=0.5)),
-    ("no step at all -> unchanged-parameter, warning 3 optimizer: computed and zeroed 50 times", seen("unused", 50)),
     ("a weight that stays -> unchanged-parameter, warning 100 a.weight: has not changed since step 100",
      unchanged(2), unchanged(1), unchanged(2, gradient=0.9e-5), unchanged(9, apart=5), unchanged(2, zeros=0)),
     ("a weight with small gradients -> unchanged-parameter, warning 100 a.weight: has not changed since step 100",
