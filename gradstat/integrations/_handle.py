@@ -99,6 +99,7 @@ class Watched(StepSource):
             if self._turn != self._handle.turns:  # what has not been measured belongs to the step of another model
                 self._turn, self._losses = self._handle.turns, []
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+                self.monitor.recorder.saw_loss([loss])
                 self._losses.append(loss.detach().reshape(()))
 
     def measure(self) -> None:

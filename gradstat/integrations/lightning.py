@@ -219,6 +219,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         scaler = _scaler_of(trainer)
         self._loss = None
         with torch.no_grad(), self._unwatched.suppress_errors(0, "a loss could not be recorded"):
+            for monitor in self.monitors:
+                monitor.recorder.saw_loss([loss])
             several = trainer.accumulate_grad_batches
             self._loss = loss.detach() * several if several > 1 else loss.detach()
             if scaler is not None and scaler.is_enabled():

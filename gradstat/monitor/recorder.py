@@ -24,9 +24,10 @@ from gradstat.check import check_tensors
 from gradstat.guard import checked_value, last_guards
 from gradstat.monitor.arguments import Settings
 from gradstat.monitor.probes.averages import Averages
-from gradstat.monitor.probes.base import Leaves, Pending, Probe, Run, measurable, own_shards
+from gradstat.monitor.probes.base import Pending, Probe, Run, measurable, own_shards
+from gradstat.monitor.probes.graph import Leaves
 from gradstat.monitor.probes.inputs import Inputs
-from gradstat.monitor.probes.model import BackwardOrder, ModelFacts, leaves_of
+from gradstat.monitor.probes.model import BackwardOrder, ModelFacts
 from gradstat.monitor.probes.optimizer import OptimizerSteps
 from gradstat.monitor.probes.outputs import Outputs
 from gradstat.monitor.probes.passes import Activations
@@ -45,7 +46,7 @@ _P = TypeVar("_P", bound=Probe)
 # In the order in which they are asked.
 _PROBES: tuple[type[Probe], ...] = (
     OptimizerSteps, Inputs, Updates, Outputs, Reduction, Replicas, Batches, ParameterValues, Buffers, OptimizerStates,
-    Activations, ModelFacts, Averages,
+    Activations, Averages,
 )  # fmt: skip
 
 
@@ -78,8 +79,8 @@ class Recorder:
         self.inner = trained.model if engine is None else engine.module
         run = Run(settings, trained, self.inner, unwatched, source, self._noted, self._leaves)
         origin, self._order = Origin.of(run), BackwardOrder(run)  # they may refuse a model, before there are hooks
-        self._restored = Restored(run)
-        probes = [origin, self._order, *(kind.of(run) for kind in _PROBES), self._restored]
+        self._restored, self._facts = Restored(run), ModelFacts(run)
+        probes = [origin, self._order, *(kind.of(run) for kind in _PROBES), self._facts, self._restored]
         self._probes = [probe for probe in probes if probe is not None]
         # Most steps are quiet: only what is due in every step is due, and nothing is due early.
         self._quiet = self._due = [probe for probe in self._probes if probe.period == 1]
@@ -178,7 +179,7 @@ class Recorder:
         """Looks at the graph of the first loss."""
         graphs = [loss for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
         if graphs and "loss" not in self._leaves:
-            self._leaves["loss"] = [leaf for loss in graphs for leaf in leaves_of(loss)]
+            self._facts.saw_loss(graphs)
 
     def inspect_batch(self, step: int, batch: Any) -> list[Observation]:
         """Collects the tensors of a batch, to be measured with the step; returns what is known of them at once."""
@@ -309,8 +310,12 @@ class Recorder:
     @property
     def in_float16(self) -> tuple[str, ...]:
         """The parameters of another dtype whose gradients are computed in float16, as known since the first loss."""
-        facts = self._probe(ModelFacts)
-        return () if facts is None else facts.in_float16
+        return self._facts.in_float16
+
+    @property
+    def positive(self) -> Mapping[str, str]:
+        """What the first loss takes of parameters of which only positive values make sense, by their names."""
+        return self._facts.positive
 
     @property
     def origin_is_unknown(self) -> bool:

@@ -164,6 +164,7 @@ class Reviewer:
         run = RunSettings(
             backward_order=recorder.backward_order,
             in_float16=recorder.in_float16,
+            positive=recorder.positive,
             is_scaled=recorder.is_scaled,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,

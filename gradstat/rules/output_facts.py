@@ -12,9 +12,23 @@ class Activation(IntEnum):
 
     NONE = 0  # logits; also if the loss takes no softmax
     PROBABILITIES = 1  # they sum to 1 over the classes
-    UNIT = 2  # all are in (0, 1]
-    NEVER_NEGATIVE = 3  # and some are exactly 0
-    SOFTMAX = 4  # the loss takes the softmax of a softmax of the outputs
+    SIGMOID = 2  # autograd says that a sigmoid made them
+    RELU = 3  # that a ReLU did
+
+
+class ActivatedLogits(NamedTuple):
+    """A loss that takes logits gets what an activation has made of them, as its graph says.
+
+    Attributes:
+        function: What takes logits, for example ``"log_softmax"``.
+        activation: For example ``"softmax"``.
+        classes: The number of classes of probabilities, of which the loss takes the logarithm of one for each sample; 0
+            if it does something else.
+    """
+
+    function: str
+    activation: str
+    classes: int
 
 
 class Fit(NamedTuple):
@@ -49,7 +63,6 @@ class OutputFacts(NamedTuple):
         takes_one: Whether the loss takes one output of each row, not the same in all and no logarithm of a
             probability, as Q-learning takes that of the action.
         activation: What the outputs went through before the softmax.
-        is_named: Whether autograd names the function that made the outputs, or the gradient tells it.
         classes: The number of classes.
         labels: The number of labels.
         label: The label of all samples; None if they have several.
@@ -62,7 +75,6 @@ class OutputFacts(NamedTuple):
     takes_over_samples: bool = False
     takes_one: bool = False
     activation: Activation = Activation.NONE
-    is_named: bool = False
     classes: int = 0
     labels: int = 0
     label: int | None = None
@@ -72,7 +84,7 @@ class OutputFacts(NamedTuple):
     @classmethod
     def of(cls, numbers: Sequence[float]) -> OutputFacts:
         """The facts in ``numbers``, in the order of the fields: labels are counted from 1, those of a fit come last."""
-        kinds: Any = (float, bool, bool, bool, Activation, bool, int, int, int, float)
+        kinds: Any = (float, bool, bool, bool, Activation, int, int, int, float)
         facts = cls(*(kind(number) for kind, number in zip(kinds, numbers, strict=False)))
         sums = numbers[len(kinds) :]
         return facts._replace(label=facts.label - 1 if facts.label else None, fit=Fit(*sums) if sums else None)

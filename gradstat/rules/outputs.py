@@ -26,20 +26,21 @@ def looks(window: Window) -> Iterator[tuple[int, OutputFacts, float]]:
 
 _IN_WORDS = {
     Activation.PROBABILITIES: "are probabilities already",
-    Activation.UNIT: "are all between 0 and 1",
-    Activation.NEVER_NEGATIVE: "are never negative, but often 0",
-    Activation.SOFTMAX: "pass through a softmax",
+    Activation.SIGMOID: "are those of a sigmoid",
+    Activation.RELU: "are those of a ReLU",
 }
 
 
 class ActivatedOutputs(LearningRule):
-    """Outputs went through an activation before a loss that takes their softmax."""
+    """A loss that takes logits gets what an activation has made of them.
+
+    The graph of the first loss tells it. Where it does not, as for compiled models, the gradient of the model's outputs
+    tells whether the loss takes their softmax.
+    """
 
     name = "activation-before-softmax"
     explains = ("no-learning", "unrelated-outputs", "vanishing-gradient")
-    causes = (
-        "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
-    )
+    causes = ("a softmax, sigmoid or ReLU before a loss that takes logits and has one of its own",)
     advice = ("remove it: give the loss what the last layer returns",)
 
     # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
@@ -48,11 +49,18 @@ class ActivatedOutputs(LearningRule):
     _were_logits = carried(False)  # whether the loss has taken the softmax of outputs without activation
 
     def judge(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("activated"):
+            text = f"{seen.value.function} takes logits, and gets the output of a {seen.value.activation}"
+            if seen.value.classes > 1:
+                # The likeliest of C classes has a probability of at most e / (e + C - 1), since logits are in [0, 1].
+                least = math.log1p((seen.value.classes - 1) / math.e)
+                text += f": the cross-entropy of a sample cannot fall below {least:.4g}"
+            yield from self._told(seen.step, "logits", text, "output")
         for step, facts, _ in looks(window):
             if self._count < 2:
                 self._take(window, step)
             activation, classes = facts.activation, facts.classes
-            is_told = facts.is_named and activation > Activation.PROBABILITIES
+            is_told = activation > Activation.PROBABILITIES
             if activation == Activation.PROBABILITIES:
                 low, high = self._CHANCE
                 is_chance = self._count == 1 and low < self._first[0] / math.log(classes) < high
@@ -60,8 +68,6 @@ class ActivatedOutputs(LearningRule):
             self._were_logits |= activation == Activation.NONE and classes > 0
             if is_told:
                 text = f"the outputs of the model {_IN_WORDS[activation]}, and the loss takes their softmax"
-                if activation != Activation.NEVER_NEGATIVE:
-                    text += f": it cannot fall below {math.log1p((classes - 1) / math.e):.4g}"
                 yield from self._told(step, "logits", text, "output", classes=classes)
         if self._count < 2:
             self._take(window)

@@ -236,6 +236,26 @@ def askew(loss: Loss, last: nn.Module) -> list[Finding]:
     return classify(loss, nn.Linear(4, 4), last, lr=1e-2)
 
 
+class _Compiled(torch.autograd.Function):
+    """A loss in whose graph nothing can be seen, as in that of a compiled one."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Loss, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            result = loss(x, labels)
+            (ctx.gradient,) = torch.autograd.grad(result, x)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient * ctx.gradient, None
+
+
+def compiled(loss: Loss) -> Loss:
+    return lambda x, labels: _Compiled.apply(loss, x, labels)
+
+
 def drawn(share: float) -> Batch:
     """Labels of which ``share`` are 0, the others 1."""
     return lambda step: (torch.rand(16, generator=torch.Generator().manual_seed(step)) >= share).long()
@@ -367,7 +387,45 @@ def setting(name: str, before: float, after: float) -> list[Finding]:
 
 SMOOTHED = functools.partial(cross_entropy, label_smoothing=0.1)
 OF_ONE, OF_THE_SAME = "in each of 7 batches looked at, all labels are of one class", "all labels are of the same class"
-NO_LOWER = ", and the loss takes their softmax: it cannot fall below 0.7437"
+NO_LOWER = (
+    "log_softmax takes logits, and gets the output of a {}: the cross-entropy of a sample cannot fall below 0.7437"
+)
+LOGITS = "{} takes logits, and gets the output of a {}"
+EYE = torch.eye(4, requires_grad=True)  # stands for a weight
+FOCAL = one_hot(lambda x, y: (binary_cross_entropy_with_logits(x, y, reduction="none") * (x.sigmoid() - y) ** 2).mean())
+BINARY = "binary_cross_entropy_with_logits"
+# Losses that take logits, and what they get in place of them.
+ACTIVATED: list[tuple[str, str, str, Loss]] = [
+    ("a sigmoid, labels of one column", BINARY, "sigmoid",
+     lambda x, y: binary_cross_entropy_with_logits(x.sigmoid()[:, 0], (y > 1).float())),
+    ("a softmax, several labels", BINARY, "softmax",
+     one_hot(lambda x, y: binary_cross_entropy_with_logits(x.softmax(1), y))),
+    ("a ReLU in a focal loss", BINARY, "ReLU", lambda x, y: FOCAL(x.relu(), y)),
+    ("a sigmoid, multi-label", "logsigmoid", "sigmoid",
+     one_hot(lambda x, y: torch.nn.functional.multilabel_soft_margin_loss(x.sigmoid(), y))),
+    ("a softmax, soft labels", "log_softmax", "softmax",
+     one_hot(lambda x, y: cross_entropy(x.softmax(1), 0.1 + 0.6 * y))),
+    ("a softmax in float16", "log_softmax", "softmax", lambda x, y: cross_entropy(x.half().softmax(1).float(), y)),
+    ("a softmax by hand", "log_softmax", "softmax",
+     lambda x, y: cross_entropy(x.exp() / x.exp().sum(1, keepdim=True), y) + 0.1),
+    ("a ReLU with another term", "log_softmax", "ReLU", lambda x, y: cross_entropy(x.relu(), y) + x.square().mean()),
+    ("probabilities for logits of a policy", "x - logsumexp(x)", "softmax",
+     lambda x, y: -torch.distributions.Categorical(logits=x.softmax(1)).log_prob(y).mean()),
+]  # fmt: skip
+LOGITS_AS_THEY_ARE: dict[str, Loss] = {
+    "a focal loss": FOCAL,
+    "a temperature": lambda x, y: cross_entropy(x / 0.7, y),
+    "a scaled softmax": lambda x, y: cross_entropy(20 * x.softmax(1), y),
+    "a soft cap": lambda x, y: cross_entropy(30 * torch.tanh(x / 30), y),
+    "differences of sigmoids": one_hot(
+        lambda x, y: binary_cross_entropy_with_logits(x.sigmoid() - x.roll(1, 1).sigmoid(), y)
+    ),
+    "a target from a sigmoid": one_hot(lambda x, y: binary_cross_entropy_with_logits(x, 0.9 * y + 0.1 * x.sigmoid())),
+    "probabilities of a policy": lambda x, y: -torch.distributions.Categorical(x.softmax(1)).log_prob(y).mean(),
+    "an attention of ReLUs before the last layer": lambda x, y: cross_entropy(
+        (x.relu().log_softmax(1).exp() * x) @ EYE, y
+    ),
+}
 # What happens -> the only finding, or a part of it; "nothing"; or behind "no" what no finding says, behind "also" what
 # one of several says.
 STORIES: dict[str, Callable[[], list[Finding]]] = {
@@ -409,15 +467,26 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
         lambda: sentences(lambda step: (alike(0), None, normal(step)[:8] @ torch.eye(6, requires_grad=True))),
     "one sentence and numbers -> nothing": lambda: sentences(lambda step: (alike(0), None, words(step)[:1, 0])),
     # Outputs, and what the loss makes of them
-    f"a softmax -> are probabilities already{NO_LOWER}": lambda: askew(SMOOTHED, nn.Softmax(-1)),
-    f"a sigmoid -> are all between 0 and 1{NO_LOWER}": lambda: askew(SMOOTHED, nn.Sigmoid()),
-    "a ReLU -> are never negative, but often 0, and the loss": lambda: askew(SMOOTHED, nn.ReLU()),
+    f"a softmax -> {NO_LOWER.format('softmax')}": lambda: askew(SMOOTHED, nn.Softmax(-1)),
+    f"a sigmoid -> {NO_LOWER.format('sigmoid')}": lambda: askew(SMOOTHED, nn.Sigmoid()),
+    f"a ReLU -> {LOGITS.format('log_softmax', 'ReLU')}": lambda: askew(SMOOTHED, nn.ReLU()),
+    "a softmax, and no graph -> are probabilities already, and the loss takes their softmax":
+        lambda: askew(compiled(SMOOTHED), nn.Softmax(-1)),
+    "a sigmoid, and no graph -> are those of a sigmoid, and the loss":
+        lambda: askew(compiled(SMOOTHED), nn.Sigmoid()),
+    "a ReLU, and no graph -> are those of a ReLU, and the loss":
+        lambda: askew(compiled(SMOOTHED), nn.ReLU()),
+    **{
+        f"{name} -> {LOGITS.format(taker, made)}": functools.partial(classify, loss, steps=4)
+        for name, taker, made, loss in ACTIVATED
+    },
+    **{f"{name} -> nothing": functools.partial(classify, loss) for name, loss in LOGITS_AS_THEY_ARE.items()},
     "a softmax that comes later -> already": lambda: classify(cross_entropy, Late(nn.Softmax(-1)), steps=102),
     "a softmax in the loss over the samples -> the loss takes the softmax of the outputs over samples or places in a "
     "sequence, not over the classes": lambda: classify(lambda x, y: nll_loss(x.log_softmax(0), y), lr=1e-2),
-    f"a softmax before that of the loss -> the outputs of the model pass through a softmax{NO_LOWER}":
+    f"a softmax before that of the loss -> {NO_LOWER.format('softmax')}":
         lambda: classify(lambda x, y: cross_entropy(x.softmax(-1), y), lr=0.02),
-    f"the same, with labels that are ignored -> pass through a softmax{NO_LOWER}":
+    f"the same, with labels that are ignored -> {NO_LOWER.format('softmax')}":
         lambda: classify(lambda x, y: cross_entropy(x.softmax(-1), y, ignore_index=1), lr=0.02),
     "logarithms over the samples -> are a softmax over samples or places in a sequence, not over the classes":
         lambda: askew(nll_loss, nn.LogSoftmax(0)),
@@ -439,8 +508,6 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "squares of a softmax -> nothing": lambda: classify(one_hot(mse_loss), nn.Softmax(-1)),
     "squares of a ReLU -> nothing": lambda: classify(one_hot(mse_loss), nn.ReLU()),
     "a sigmoid for each class -> nothing": lambda: classify(one_hot(binary_cross_entropy), nn.Sigmoid()),
-    "a ReLU with another term -> nothing":
-        lambda: classify(lambda x, y: cross_entropy(x, y) + x.square().mean(), nn.ReLU()),
     "centred outputs -> nothing": lambda: classify(lambda x, y: nll_loss((x - x.mean(0)).log_softmax(-1), y)),
     "centred squares -> nothing": lambda: classify(lambda x, y: ((x - x.mean(0)) - y[:, None]).square().mean()),
     "both ways -> nothing": lambda: classify(
@@ -640,7 +707,7 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
     labels, predicted = torch.tensor([0, 2, 2, 1]), model(torch.randn(4, 4, dtype=dtype))
     cross_entropy(predicted, labels).backward()
     seen = {"classes": 3, "labels": 4, "label": None, "right": (predicted.argmax(1) == labels).float().mean().item()}
-    expected = OutputFacts(activation=Activation.PROBABILITIES, is_named=True, **seen)
+    expected = OutputFacts(activation=Activation.PROBABILITIES, **seen)
     assert outputs.take()._replace(fit=None) == expected
 
 
@@ -691,10 +758,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     [
         (lambda x: 1 * x, of_rows(cross_entropy), "NONE"),
         (lambda x: 4 * x, of_rows(cross_entropy, label_smoothing=0.1), "NONE"),
-        (torch.sigmoid, of_rows(cross_entropy), "UNIT, named"),
-        (torch.relu, of_rows(cross_entropy), "NEVER_NEGATIVE, named"),
-        (lambda x: x.softmax(-1), of_rows(cross_entropy), "PROBABILITIES, named"),
-        (lambda x: 1 * x.sigmoid(), of_rows(cross_entropy), "UNIT"),
+        (torch.sigmoid, of_rows(cross_entropy), "SIGMOID"),
+        (torch.relu, of_rows(cross_entropy), "RELU"),
+        (lambda x: x.softmax(-1), of_rows(cross_entropy), "PROBABILITIES"),
+        (lambda x: 1 * x.softmax(-1), of_rows(cross_entropy), "PROBABILITIES"),
+        (lambda x: 1 * x.sigmoid(), of_rows(cross_entropy), "NONE"),
         (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, few_labelled(labels)), "NONE"),
         (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, torch.full_like(labels, 7)), "NONE"),
         (lambda x: 1 * x, of_rows(lambda x, y: nll_loss(x.log_softmax(0), y)), "NONE, over samples"),
@@ -719,7 +787,7 @@ def test_a_sample_of_large_outputs_tells_the_same(
     shares = {"certain": pytest.approx(whole.certain, abs=0.03), "right": pytest.approx(whole.right, abs=0.05)}
     labelled = pytest.approx(whole.labels * 2047 / 6000, rel=0.1)
     assert sampled == whole._replace(**shares, labels=labelled)
-    told = sampled.activation.name + ", named" * sampled.is_named + ", over samples" * sampled.takes_over_samples
+    told = sampled.activation.name + ", over samples" * sampled.takes_over_samples
     assert told == activation
 
 
@@ -1011,7 +1079,8 @@ def found_in(make: Callable[[nn.Module], nn.Module]) -> tuple[list[str], int]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid())
     holder, batch = make(net), from_step(3, with_nan)
-    loss = lambda step: cross_entropy(net(batch(step)), normal(step)[:, :4].argmax(1))  # noqa: E731
+    # Its graph would tell of the sigmoid, too.
+    loss = lambda step: compiled(cross_entropy)(net(batch(step)), normal(step)[:, :4].argmax(1))  # noqa: E731
     optimizer = torch.optim.AdamW([p for p in holder.parameters() if p.requires_grad], lr=1e-3)
     monitor = trained(holder, loss, 4, optimizer)
     found = of_rules(monitor, *LEARNING_RULES, "nonfinite-batch")

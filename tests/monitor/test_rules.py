@@ -27,7 +27,7 @@ from gradstat.monitor.zeroed_passes import Zeroed
 from gradstat.rules import MissingGradient
 from gradstat.rules.averages import Average
 from gradstat.rules.contents import COLUMNS, Contents
-from gradstat.rules.output_facts import Activation, Fit, OutputFacts
+from gradstat.rules.output_facts import ActivatedLogits, Activation, Fit, OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window
 from gradstat.rules.runner import RuleRunner
 
@@ -389,6 +389,11 @@ def looking(looks: Sequence[OutputFacts | None], losses: float | Sequence[float]
     story = learning([loss for loss in by_look for _ in range(10)])
     seen = [Observation("outputs", 10 * i, look) for i, look in enumerate(looks) if look is not None]
     return replace(story, observations=seen, **more)
+
+
+def activated(*values: Any, classes: int = 0) -> Story:
+    """The graph of the first loss tells of an activation before logits."""
+    return replace(learning([2.1]), observations=[Observation("activated", 0, ActivatedLogits(*values, classes))])
 
 
 def splines(last: str) -> Story:
@@ -805,11 +810,14 @@ STORIES: list[tuple[Any, ...]] = [
      constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight")),
     ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: leaves a tenth or less, and so do 1 more",
      seen("dropped", ["a.drop", "b.drop"]), seen("dropped", [])),
-    ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: it cannot fall below 0.7437",
-     looking([facts(activation=Activation.UNIT, is_named=True)]), looking([facts(activation=Activation.UNIT)]),
-     looking([facts(is_named=True)])),
-    ("a ReLU before a softmax -> activation-before-softmax, warning 0 logits: are never negative, but often 0",
-     looking([facts(activation=Activation.NEVER_NEGATIVE, is_named=True)])),
+    ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: are those of a sigmoid",
+     looking([facts(activation=Activation.SIGMOID)]), looking([facts()])),
+    ("a ReLU before a softmax -> activation-before-softmax, warning 0 logits: are those of a ReLU",
+     looking([facts(activation=Activation.RELU)])),
+    ("a softmax before logsigmoid -> activation-before-softmax, warning 0 logits: gets the output of a softmax",
+     activated("logsigmoid", "softmax"), looking([facts()])),
+    ("a sigmoid in a cross-entropy -> activation-before-softmax, warning 0 logits: sample cannot fall below 0.7437",
+     activated("log_softmax", "sigmoid", classes=4)),
     ("a softmax twice -> activation-before-softmax, warning 0 logits: are probabilities already",
      looking([PROBABILITIES], 1.25), looking([PROBABILITIES], 1.24), looking([None, PROBABILITIES], 1.25)),
     ("a softmax twice, later -> activation-before-softmax, warning 20 logits: are probabilities already",

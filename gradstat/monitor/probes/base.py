@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +14,7 @@ from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained
 from gradstat._core.tensors import why_not_measured
 from gradstat._core.wrappers import uncompiled
 from gradstat.monitor.arguments import Settings
+from gradstat.monitor.probes.graph import Leaves
 from gradstat.monitor.segments import PendingRows, Segment
 from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import Unwatched
@@ -22,9 +22,6 @@ from gradstat.rules.rows import Observation
 
 Part: TypeAlias = tuple[Segment, list[Tensor]]
 """Tensors of one kind, to be measured together with the gradients."""
-
-Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int, torch.dtype | None]]
-"""Parameters, each with its version and the dtype in which its gradient is computed, None if not known."""
 
 
 class Run(NamedTuple):

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd as _Dropout
 
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_distributed, is_uninitialized
-from gradstat.monitor.probes.base import Leaves, Pending, Probe, Run
+from gradstat.monitor.probes.base import Pending, Probe, Run
+from gradstat.monitor.probes.graph import LossGraph
 from gradstat.monitor.probes.optimizer import ids_of_all
 
 # When parameters in the graph of the first loss have got updates, if anybody trains them.
 _LOOK = 16
-# Functions in a graph that are looked at; so many take a fifth of a second.
-_MOST_NODES = 100_000
 
 
 class ModelFacts(Probe):
-    """Observes once which parameters nobody trains, and whenever parameters are measured which modules drop nearly all.
+    """Observes once what the graph of the first loss says, and whenever parameters are measured what drops nearly all.
 
-    The first are in the graph of the first loss or the first outputs, have got gradients and no update since, and are
-    neither watched nor in a watched optimizer. One that is not watched may train them, as for the discriminator of a
-    GAN, but then they have changed.
+    Among it is whom nobody trains: parameters in the graph of the first loss or the first outputs that have got
+    gradients and no update since, and are neither watched nor in a watched optimizer. One that is not watched may train
+    them, as for the discriminator of a GAN, but then they have changed.
 
     Attributes:
         in_float16: The names of parameters of another dtype whose gradients are computed in float16, by autocast.
+        positive: By name, parameters of which only positive values make sense, and what the loss takes of them.
     """
 
-    early = frozenset([_LOOK])
+    early = frozenset([0, _LOOK])
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.period = run.settings.periods["parameters"]
         self.in_float16: tuple[str, ...] = ()
+        self.positive: dict[str, str] = {}
+        self._graph: LossGraph | None = None  # until it was observed
+
+    def saw_loss(self, losses: list[Tensor]) -> None:
+        """Looks at the graph of the first loss, which is that of ``losses`` together."""
+        self._graph = LossGraph.of(losses)
+        self.run.leaves["loss"] = self._graph.leaves
 
     def take(self, step: Pending, named: NamedParameters) -> None:
         if step.step:
@@ -44,6 +49,13 @@ class ModelFacts(Probe):
             half = {id(leaf()) for leaf, _, dtype in self.run.leaves["loss"] if dtype is torch.float16}
             pairs = zip(named.names(), named.parameters, strict=True)
             self.in_float16 = tuple(name for name, p in pairs if id(p) in half and p.dtype is not torch.float16)
+        if self._graph is not None:
+            positive = {id(leaf()): words for leaf, words in self._graph.positive}
+            pairs = zip(named.names(), named.parameters, strict=True)
+            self.positive = {name: positive[id(p)] for name, p in pairs if id(p) in positive}
+            if self._graph.activated is not None:
+                step.observe("activated", self._graph.activated)
+            self._graph = None
         if step.step == _LOOK:
             leaves = [leaf for graph in self.run.leaves.values() for leaf in graph]
             self.run.leaves.update(loss=[], outputs=[])  # looks at no other graph
@@ -66,25 +78,6 @@ def dropped_by(model: nn.Module) -> list[str]:
         if module.training
     )
     return [name for name, share in shares if isinstance(share, float) and 0.9 <= share <= 1]
-
-
-def leaves_of(computed: Tensor) -> Leaves:
-    """The parameters that ``computed`` depends on; walks the graph. Not FSDP's own kinds."""
-    waiting, seen = [computed.grad_fn], {computed.grad_fn}
-    found: Leaves = []
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
-        assert node is not None
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                leaf = getattr(behind, "variable", None)
-                if type(leaf) is nn.Parameter and not leaf.is_inference():
-                    # The backward function before the leaf gets gradients of the dtype in which it was computed.
-                    metadata = node._input_metadata
-                    found.append((weakref.ref(leaf), leaf._version, metadata[0].dtype if metadata else None))
-                waiting.append(behind)
-    return found
 
 
 class BackwardOrder(Probe):

@@ -13,12 +13,12 @@ from gradstat._core.host_copy import HostCopy, peek_interpreter_stack
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import NamedParameters
 from gradstat.monitor.probes.base import HookedProbe, Pending, Run, is_plain
-from gradstat.monitor.probes.model import leaves_of
+from gradstat.monitor.probes.graph import activation_behind, leaves_of
 from gradstat.monitor.probes.passes import called
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 
-# Functions that make logits what no logits should be, as autograd names them.
-_ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
+# Activations that no values prove, since logits may have the same by chance.
+_ACTIVATIONS = {"sigmoid": Activation.SIGMOID, "ReLU": Activation.RELU}
 # Of larger outputs a sample is enough: so many rows, in all so many elements, and so many columns.
 MOST_ROWS, MOST_ELEMENTS, MOST_COLUMNS = 2048, 2**23, 16
 _FEW_PLACES = 4
@@ -65,12 +65,12 @@ class Outputs(HookedProbe):
                 self._seen = {"certain": (margin > 10).mean(dtype=torch.float32)}
                 if logits.grad_fn is None:
                     return
-                is_named = type(logits.grad_fn).__name__ in _ACTIVATIONS
                 over = activation = torch.zeros((), device=values.device)
                 if values.shape[-1] > 1:
-                    over, activation = _dim_over_samples(every), _activation_of(values)
+                    over, named = _dim_over_samples(every), _ACTIVATIONS.get(activation_behind(logits.grad_fn))
+                    activation = _are_probabilities(values) if named is None else activation + float(named)
                     self._seen["is_over_samples"] = over == 1
-                seen = _Pass(self._seen, every, every._version, sample, over, activation, is_named)
+                seen = _Pass(self._seen, every, every._version, sample, over, activation)
             logits.register_hook(Hook(self.measure_gradient, seen))
 
     def measure_gradient(self, seen: _Pass, gradient: Tensor) -> None:
@@ -105,8 +105,7 @@ class _Pass(NamedTuple):
     version: int  # of the outputs
     sample: Any  # as `sampled_rows`
     over: Tensor  # as `_dim_over_samples`
-    activation: Tensor  # as `_activation_of`
-    is_named: bool
+    activation: Tensor  # the `Activation` before the outputs, as a number
 
 
 def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +133,6 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
     label, labelled = labels.amax(), (labels >= 0).sum()
     is_one = ((labels == label) | (labels < 0)).all()
     few = slice(max(1, MOST_ELEMENTS // 8 // classes))
-    is_twice = _is_twice(outputs[few].to(wide), rows[few].to(wide))
     # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
     is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
     sums, largest = (torch.linalg.vector_norm(rows, order, -1, dtype=wide) for order in (1, math.inf))
@@ -145,8 +143,7 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
         "is_over_samples": (seen.over == 1) | (is_last & (seen.over > 0)),
         "takes_over_samples": is_askew,
         "takes_one": (sums <= largest).all() & (used.sum() > 1) & ~are_logarithms,
-        "activation": cancels * torch.where(is_twice, float(Activation.SOFTMAX), seen.activation),
-        "is_named": is_twice | seen.is_named,
+        "activation": cancels * seen.activation,
         "classes": takes_classes * classes,
         "labels": takes_classes * labelled,
         "label": takes_classes * is_one * (label + 1),
@@ -156,31 +153,13 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return cancels, is_last
 
 
-def _activation_of(values: Tensor) -> Tensor:
-    """The `Activation` of the values, by them alone, as a number without dimensions."""
+def _are_probabilities(values: Tensor) -> Tensor:
+    """`Activation.PROBABILITIES` if the values are that, as a number without dimensions, else 0."""
     low, high = torch.aminmax(values)
     is_one = ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01).all()
     # Equal ones tell nothing, as those of a head that begins at zero.
-    has_zero = low == 0
-    is_activated = (low >= 0) & (high > low) & (has_zero | (high <= 1))
-    is_unit = torch.where(has_zero, float(Activation.NEVER_NEGATIVE), float(Activation.UNIT))
-    activation: Tensor = is_activated * torch.where(is_one, float(Activation.PROBABILITIES), is_unit)
-    return activation
-
-
-def _is_twice(outputs: Tensor, gradient: Tensor) -> Tensor:
-    """Whether a loss takes the softmax of the softmax of ``outputs``, ``[n, c]``, by the direction of its gradient."""
-    has_label = (gradient != 0).any(1, keepdim=True)
-
-    def along(expected: Tensor) -> Tensor:
-        expected = (expected * has_label).flatten()
-        return torch.nn.functional.cosine_similarity(expected, gradient.flatten(), dim=0, eps=1e-30)
-
-    label = torch.zeros_like(gradient).scatter_(1, gradient.argmin(1, keepdim=True), 1.0)
-    probabilities = outputs.softmax(1)
-    twice = probabilities.softmax(1) - label
-    twice = probabilities * (twice - (probabilities * twice).sum(1, keepdim=True))
-    return (along(twice) > 0.9999) & (along(probabilities - label) < 0.99)
+    are_probabilities: Tensor = is_one & (low >= 0) & (high > low)
+    return are_probabilities * float(Activation.PROBABILITIES)
 
 
 def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logarithms: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,238 @@
+"""What the autograd graph of a loss says exactly: of which parameters it is, and what it takes of these and of outputs.
+
+After the backward pass the tensors that a graph has saved are gone. Its functions, their sizes and indices remain.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gradstat.rules.output_facts import ActivatedLogits
+
+Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int, torch.dtype | None]]
+"""Parameters, each with its version and the dtype in which its gradient is computed, None if not known."""
+
+Positive: TypeAlias = list[tuple[weakref.ref[Tensor], str]]
+"""Parameters of which only positive values make sense, each with what is computed of it, in words."""
+
+_Edge: TypeAlias = tuple[Any, int]  # a function, and which of its outputs
+_Part: TypeAlias = tuple[int, int, int]  # of a tensor: a dimension, an index and the size
+_WHOLE: _Part = (0, 0, 1)
+
+# Functions in a graph that are looked at; so many take a fifth of a second.
+_MOST_NODES = 100_000
+
+# Functions that move elements or cast them, and those that take some of them.
+_MOVES = {
+    "Alias", "Cat", "Clone", "Expand", "Permute", "Repeat", "ReshapeAlias", "Squeeze", "Stack", "T", "ToCopy",
+    "Transpose", "UnsafeView", "Unsqueeze", "View",
+}  # fmt: skip
+_TAKES_SOME = {
+    "Diagonal", "Gather", "Index", "IndexSelect", "MaskedFill", "MaskedSelect", "Select", "Slice", "Split",
+    "SplitWithSizes", "Unbind",
+}  # fmt: skip
+# Functions that take logits, and activations after which nothing is one.
+_OF_LOGITS = {
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "LogSigmoid": "logsigmoid",
+    "LogSoftmax": "log_softmax",
+    "SoftMarginLoss": "soft_margin_loss",
+}
+_ACTIVATIONS = {"Relu": "ReLU", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+
+# Functions that are defined for positive numbers only, or grow beyond all bounds near 0: which argument, and in words.
+_OF_POSITIVE = {
+    "Digamma": (0, "its digamma function"),
+    "Div": (1, "quotients by it"),
+    "Lgamma": (0, "its log-gamma function"),
+    "Log": (0, "its logarithm"),
+    "Log10": (0, "its logarithm"),
+    "Log2": (0, "its logarithm"),
+    "Pow": (0, "a power of it"),
+    "Reciprocal": (0, "its reciprocal"),
+    "Rsqrt": (0, "its square root"),
+    "Sqrt": (0, "its square root"),
+    "StandardGamma": (0, "gamma variates of it"),
+    "Xlogy": (1, "its logarithm"),
+}
+
+
+class LossGraph(NamedTuple):
+    """What the graph of a loss says."""
+
+    leaves: Leaves
+    positive: Positive
+    activated: ActivatedLogits | None  # if the loss takes logits, and gets what an activation has made of them
+
+    @classmethod
+    def of(cls, losses: list[Tensor]) -> LossGraph:
+        leaves: Leaves = []
+        found = _PositiveLeaves()
+        for loss in losses:
+            leaves += leaves_of(loss, found.look_at)
+        activated = (activated_logits(loss) for loss in losses)
+        return cls(leaves, found.whole(), next(filter(None, activated), None))
+
+
+def leaves_of(computed: Tensor, visit: Callable[[Any], object] = id) -> Leaves:
+    """The parameters that ``computed`` depends on; walks the graph and calls ``visit``. Not FSDP's own kinds."""
+    waiting, seen = [computed.grad_fn], {computed.grad_fn}
+    found: Leaves = []
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        assert node is not None
+        visit(node)
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                leaf = getattr(behind, "variable", None)
+                if type(leaf) is nn.Parameter and not leaf.is_inference():
+                    # The backward function before the leaf gets gradients of the dtype in which it was computed.
+                    metadata = node._input_metadata
+                    found.append((weakref.ref(leaf), leaf._version, metadata[0].dtype if metadata else None))
+                waiting.append(behind)
+    return found
+
+
+def _name(node: Any) -> str:
+    """A function's name without torch's ending; empty for a leaf, and for a function that torch does not define."""
+    name = type(node).__name__
+    return name[:-9] if name[-9:-1] == "Backward" else ""
+
+
+def _edges(node: Any, output: int = 0) -> list[_Edge]:
+    """What ``node`` got, as far as it has a function. DDP passes each output on by itself."""
+    if type(node).__name__ == "_DDPSinkBackward":
+        return [node.next_functions[output]]
+    return [edge for edge in node.next_functions if edge[0] is not None]
+
+
+def activation_behind(node: Any) -> str:
+    """The activation that made all of the output of ``node``, before elements were moved; empty if there is none."""
+    waiting: list[_Edge] = [(node, 0)]
+    names = set[str]()
+    while waiting and names <= _ACTIVATIONS.keys():
+        node, output = waiting.pop()
+        name = _name(node)
+        if name in _MOVES or name in _TAKES_SOME or type(node).__name__ == "_DDPSinkBackward":
+            waiting += _edges(node, output)
+        else:
+            names.add(_written_by_hand(node) or name)
+    return _ACTIVATIONS.get(names.pop(), "") if len(names) == 1 else ""
+
+
+def activated_logits(loss: Tensor) -> ActivatedLogits | None:
+    """What takes logits in the loss, behind which nothing belongs to it, and gets what an activation has made of them.
+
+    A model may take such functions itself, for attention. So the search ends where a weight was used.
+    """
+    waiting: list[Any] = [loss.grad_fn]
+    seen = {*waiting}
+    labelled = set[Any]()  # logarithms of probabilities of which a loss takes that of one label for each sample
+    found: list[Any] = []
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        name, behind = _name(node), [edge[0] for edge in _edges(node)]
+        if name.startswith("NllLoss") and behind:
+            while _name(behind[0]) in _MOVES:
+                behind = [behind[0].next_functions[0][0]]
+            labelled.add(behind[0])
+        if (_written_by_hand(node) or name) in _OF_LOGITS:  # as in Categorical(logits=...)
+            logits = node.next_functions[0]
+            if logits[0] is not None and activation_behind(logits[0]):
+                found.append(node)
+        elif not any(map(_is_weight, behind)):
+            waiting += (other for other in behind if other not in seen)
+            seen.update(behind)
+    if not found:
+        return None
+    first = found[0]
+    name, activation, classes = _name(first), activation_behind(first.next_functions[0][0]), 0
+    if labelled.intersection(found) == {*found} and activation != "ReLU":
+        shape = first._input_metadata[0].shape
+        classes = int(shape[_signed(first._saved_dim) % len(shape)])
+    return ActivatedLogits(_OF_LOGITS.get(name, "x - logsumexp(x)"), activation, classes)
+
+
+def _written_by_hand(node: Any) -> str:
+    """The function of one tensor that is written as one of two: x - logsumexp(x), or exp(x) / sum(exp(x))."""
+    name = _name(node)
+    if name not in ("Div", "Sub") or len(node.next_functions) < 2:
+        return ""
+    (one, _), (other, _) = node.next_functions
+    if name == "Sub" and _name(other) == "Logsumexp":
+        return "LogSoftmax" if other.next_functions[0] == node.next_functions[0] else ""
+    if name == "Div" and _name(one) == "Exp" and _name(other) == "Sum":
+        summed = other.next_functions[0][0]
+        is_of_same = _name(summed) == "Exp" and summed.next_functions[0] == one.next_functions[0]
+        return "Softmax" if is_of_same else ""
+    return ""
+
+
+def _is_weight(node: Any) -> bool:
+    while _name(node) in _MOVES and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    leaf = getattr(node, "variable", None)
+    return leaf is not None and leaf.numel() > 1
+
+
+def _signed(number: int) -> int:
+    """A dimension or index as autograd keeps it, without a sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+class _PositiveLeaves:
+    """Collects parameters whose logarithm is taken, for example, while a graph is walked."""
+
+    def __init__(self) -> None:
+        # By id: what is computed of the parameter, and of which parts of it.
+        self._found: dict[int, tuple[nn.Parameter, str, set[_Part]]] = {}
+
+    def look_at(self, node: Any) -> None:
+        name = _name(node)
+        at, words = _OF_POSITIVE.get(name, (-1, ""))
+        if at < 0 or len(node.next_functions) <= at:
+            return
+        if name == "Pow":
+            exponent = node._saved_exponent if len(node.next_functions) == 1 else 1
+            # Whole powers of any number exist, and those with an even exponent have no sign.
+            if exponent % 2 == 0 or (exponent > 0 and exponent % 1 == 0):
+                return
+        for leaf, part in _leaves_behind(node.next_functions[at]):
+            self._found.setdefault(id(leaf), (leaf, words, set()))[2].add(part)
+
+    def whole(self) -> Positive:
+        """The parameters of which that is computed of all elements."""
+        return [
+            (weakref.ref(leaf), words)
+            for leaf, words, parts in self._found.values()
+            if any(sum(part[::2] == (dim, size) for part in parts) == size for dim, _, size in parts)
+        ]
+
+
+def _leaves_behind(edge: _Edge) -> Iterator[tuple[nn.Parameter, _Part]]:
+    """The parameters whose elements ``edge`` brings, moved or times numbers, or parts of parameters."""
+    waiting: list[tuple[Any, int, _Part]] = [(*edge, _WHOLE)]
+    while waiting:
+        node, output, part = waiting.pop()
+        name, leaf = _name(node), getattr(node, "variable", None)
+        if type(leaf) is nn.Parameter:
+            yield leaf, part
+            continue
+        edges = [] if node is None else _edges(node)
+        if name in ("Select", "Unbind") and part == _WHOLE:
+            sizes = node._saved_self_sym_sizes if name == "Select" else ()
+            index = _signed(node._saved_index) if name == "Select" else output
+            dim = _signed(node._saved_dim)
+            size = int(sizes[dim]) if name == "Select" else len(node._input_metadata)
+            part = dim % len(sizes) if sizes else dim, index % size, size
+        elif name not in _MOVES:
+            # Times a number, or a tensor that nobody trains, but not its reciprocal.
+            is_scaled = name == "Mul" or (name == "Div" and node.next_functions[0] in edges)
+            edges = edges if is_scaled and len(edges) == 1 else []
+        waiting += ((*behind, part) for behind in edges)
