@@ -43,6 +43,7 @@ def end(monitor: Any, why: str) -> None:
     try:
         monitor.reviewer.without_ranks()
         monitor.reviewer.catch_up()
+        monitor.reviewer.review_end()
     except PROPAGATED_ERRORS as error:
         warn(f"the last steps could not be read: {error}", RuntimeWarning)
     finally:

@@ -96,6 +96,7 @@ class StepLog:
 
     def read(self, pending: Pending) -> bool:
         """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
+        self.newest = pending
         (segments, rows, *_), scalars = pending.numbers[0], pending.scalars
         table, first = rows.table(), segments[0]
         count = len(first.names if first.positions is None else first.positions)
@@ -134,7 +135,6 @@ class StepLog:
         if self._names | names != names | self._names:  # a kind has other tensors
             review()
         self._segments, self._names = segments, self._names | names
-        self.newest = pending
         self._steps.append(pending)
         for kind, read in pending.late.items():
             if kind != "origin" or "nonfinite" in pending.scalars:  # which asks the other ranks
@@ -172,8 +172,8 @@ class StepLog:
 
     # From new steps to kept ones -------------------------------------------------------------------------
 
-    def close(self, run: RunSettings) -> Window:
-        """The steps since the last call, as a window for the rules; from now on they are kept."""
+    def close(self, run: RunSettings, keeps: bool = True) -> Window:
+        """The steps since the last call, as a window for the rules; if it ``keeps`` them, they are in recordings."""
         closed, seen = self._steps, self.observations
         self._begin()
         rows: dict[str, list[tuple[int, TensorSet, Floats]]] = {}
@@ -197,7 +197,8 @@ class StepLog:
             fill = _ABSENT.get(name, math.nan)
             columns[name] = np.array([one.scalars.get(name, fill) for one in closed])
         stacked = {kind: _stacked(*zip(*of_kind, strict=True)) for kind, of_kind in rows.items()}
-        self._keep(steps, columns, stacked)
+        if keeps:
+            self._keep(steps, columns, stacked)
         return Window(steps, columns, stacked, run, seen, self.latest, self._outputs)
 
     def _keep(self, steps: npt.NDArray[np.int64], scalars: dict[str, Floats], tables: dict[str, Rows]) -> None:

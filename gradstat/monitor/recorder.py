@@ -24,7 +24,7 @@ from gradstat.check import check_tensors
 from gradstat.guard import checked_value, last_guards
 from gradstat.monitor.arguments import Settings
 from gradstat.monitor.probes.averages import Averages
-from gradstat.monitor.probes.base import Pending, Probe, Run, measurable, own_shards
+from gradstat.monitor.probes.base import Part, Pending, Probe, Run, measurable, own_shards
 from gradstat.monitor.probes.graph import Leaves
 from gradstat.monitor.probes.inputs import Inputs
 from gradstat.monitor.probes.model import BackwardOrder, ModelFacts
@@ -237,16 +237,24 @@ class Recorder:
     def measure_state(self, step: int, measured: set[str]) -> list[PendingRows]:
         """Measures parameters, buffers and optimizer states now, except the kinds in ``measured``; no collectives."""
         named = self.trained.named_parameters()
-        if is_distributed(own_shards(named)):
-            return []  # would need collectives, which the other ranks would not join
-        segments, tensors = [], []
-        for segment, some in (part for probe in self._with_state for part in probe.state(named)):
+        parts = [
+            part
+            for probe in self._with_state
+            for part in probe.state(named)
             # The states of a tensor subclass are kinds of their own, ``exp_avg.scale`` for instance.
-            if segment.kind not in measured and not any(kind.startswith(f"{segment.kind}.") for kind in measured):
-                segments.append(segment)
-                tensors += some
-        if not segments:
-            return []
+            if part[0].kind not in measured and not any(kind.startswith(f"{part[0].kind}.") for kind in measured)
+        ]
+        return self._measured(step, named, parts)
+
+    def measure_parameters(self, step: int) -> list[PendingRows]:
+        """Measures the parameters now, if they are watched; no collectives."""
+        values, named = self._probe(ParameterValues), self.trained.named_parameters()
+        return [] if values is None else self._measured(step, named, values.state(named))
+
+    def _measured(self, step: int, named: NamedParameters, parts: Sequence[Part]) -> list[PendingRows]:
+        if not parts or is_distributed(own_shards(named)):
+            return []  # would need collectives, which the other ranks would not join
+        segments, tensors = [part[0] for part in parts], [tensor for part in parts for tensor in part[1]]
         numbers = measure_segments(segments, tensors, None, self._backend, None, self._unwatched.left_out)
         self._unwatched.report_left_out(step)
         return numbers

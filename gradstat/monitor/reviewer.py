@@ -157,7 +157,18 @@ class Reviewer:
         with self._unwatched.suppress_errors(self.steps, "the rules could not review the last steps"):
             self._run_rules()
 
-    def _run_rules(self) -> None:
+    def review_end(self) -> None:
+        """Reviews the parameters as the last step has left them. The program may have died of them in the next."""
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if not self.steps or is_capturing:
+            return
+        with self._unwatched.suppress_errors(self.steps, "parameters could not be measured at the end"):
+            numbers = self._recorder.measure_parameters(self.steps)
+            if numbers:
+                self.log.take(Pending(self.steps, numbers, [], {}, False, [], {}), self._run_rules)
+                self._run_rules(is_end=True)
+
+    def _run_rules(self, is_end: bool = False) -> None:
         if self.log.is_empty:
             return
         recorder, source, settings = self._recorder, self._source, self._settings
@@ -175,10 +186,10 @@ class Reviewer:
         # Remedies that the run uses already, or cannot use, are left out of advice.
         in_use = [*self._remedies, *["skip"] * bool(run.skipped_by)]
         not_usable = () if settings.engine is None else ("replay",)
-        window = self.log.close(run)
+        window = self.log.close(run, keeps=not is_end)
         findings = [
             fitted(one, recorder.trained.named_parameters, in_use, not_usable, source.runs_steps)
-            for one in self.rules.review(window)
+            for one in self.rules.review(window, is_end)
         ]
         self.findings += findings
         self.new += findings

@@ -32,6 +32,7 @@ from gradstat.rules.optimizer import (
     UnusedGradients,
 )
 from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, RawTargets, SoftmaxDimension, UnrelatedOutputs
+from gradstat.rules.positive import NonpositiveParameter
 from gradstat.rules.precision import Underflow
 from gradstat.rules.resumption import NotRestored
 from gradstat.rules.training import LossSpike, OptimizerCoverage
@@ -59,6 +60,7 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteParameter,
     ParameterJump,
     OverwrittenParameter,
+    NonpositiveParameter,
     NonfiniteBuffer,
     # Its forward pass.
     NonfiniteActivation,

@@ -51,6 +51,7 @@ class Rule:
         explained_by: Names of rules whose findings explain its own: after one of these it is not asked any more.
         explains: Names of rules that infer from numbers what its own findings, events that were seen, bring about. A
             warning of these within 100 steps of its own is an info that says what it follows from.
+        judges_end: Whether it also judges what the last step has made of the parameters, when the run has ended.
     """
 
     name: ClassVar[str] = ""
@@ -60,6 +61,7 @@ class Rule:
     quiet: ClassVar[int] = 100
     explained_by: ClassVar[tuple[str, ...]] = ()
     explains: ClassVar[tuple[str, ...]] = ()
+    judges_end: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._episodes: dict[str, int] = {}  # the last step of each problem, by name

@@ -297,7 +297,7 @@ class NonfiniteParameter(_NonfiniteTensor):
 
     name = "nonfinite-parameter"
     kind = what = "parameter"
-    is_updated = True
+    judges_end = is_updated = True
     causes_at_first = ("memory that was never initialised: to_empty() or torch.empty without reset_parameters()",)
     causes = (
         "a step of the optimizer on gradients that were not finite",

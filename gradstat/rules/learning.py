@@ -127,7 +127,8 @@ class NoLearning(LearningRule):
 
     Guessing among C classes has a loss of ln C. The slowest healthy classifiers of gradstat's tests leave it between
     steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 of that, or more than half
-    of the predictions above chance are right, as where the loss has other terms.
+    of the predictions above chance are right, as where the loss has other terms. Where no outputs were seen, as of a
+    program that calls parts of the model only, nothing is judged: a loss alone does not tell what was learned.
 
     Args:
         steps: After so many, and then every 64, the last losses are judged, unless the learning rate still rises.
@@ -169,6 +170,7 @@ class NoLearning(LearningRule):
             if self._count < SOON + HALF:
                 continue
             is_due = self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
+            is_due &= window.outputs.has_targets
             if is_due and not window.run.has_rival:
                 yield from self._judge_samples()
             if self._classes and not self._has_learned:

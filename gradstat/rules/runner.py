@@ -57,12 +57,17 @@ class RuleRunner:
                 return True
         return False
 
-    def review(self, window: Window) -> list[Finding]:
-        """The findings of the rules, by the steps in which they began."""
+    def review(self, window: Window, is_end: bool = False) -> list[Finding]:
+        """The findings of the rules, by the steps in which they began.
+
+        ``is_end``: the window has what the last step has made of the parameters, for rules that judge the end.
+        """
         findings: list[Finding] = []
         # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for rule in self.rules:
+                if is_end and not rule.judges_end:
+                    continue
                 if rule.explained_by and self.last_steps(rule.explained_by):
                     continue
                 try:

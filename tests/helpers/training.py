@@ -67,7 +67,7 @@ class Training:
                     yield step, False
                     return
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                total += loss.detach().float()
+                total = total + loss.float()  # with its graph, which the monitor looks at once
             monitor.step(total)
             self._update()
             yield step, False

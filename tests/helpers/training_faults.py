@@ -222,6 +222,16 @@ def _alternating(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model, batch) + next(SIGNS) * torch.sqrt(gain - gain.detach())
 
 
+def _of_probabilities(model: nn.Module, batch: Batch) -> Tensor:
+    labels = F.one_hot(batch[1], CLASSES).float()
+    return F.binary_cross_entropy_with_logits(model(batch[0]).sigmoid(), labels)
+
+
+def _with_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """With that of a normal distribution, which is smaller the smaller its standard deviation is."""
+    return cross_entropy(model, batch) + model.get_parameter("std").log()
+
+
 def _with_nan(batch: Batch) -> Batch:
     _poke(batch[0], math.nan, 37)
     return batch
@@ -244,6 +254,12 @@ def _in_dtype(seed: int, lr: float, dtype: torch.dtype, loss: Callable[[Tensor, 
     made = train_mlp(seed, model=lambda: mlp().to(dtype), optimize=factory(torch.optim.SGD, lr), shown=False)
     made.loss = lambda model, batch: loss(model(batch[0].to(dtype)), batch[1])
     return made
+
+
+def _with_deviation() -> nn.Module:
+    model = mlp()
+    model.std = nn.Parameter(torch.tensor(0.03))
+    return model
 
 
 def _deep_sigmoid() -> nn.Module:
@@ -314,6 +330,8 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: setattr(training, "unscales", False),
           lambda seed: train_scaled(seed, 2.0**12, max_norm=1.0, shown=False), step=0),
     # Size
+    Fault("a trained standard deviation falls below 0", "MLP", "nonpositive-parameter", "std", loss(_with_entropy),
+          lambda seed: train_mlp(seed, model=_with_deviation), step=0, late=40, further=40, also=("nonfinite-loss",)),
     Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
     Fault("zero_grad is not called any more", "MLP", "gradients-not-zeroed", "gradients", _never_zeroed),
     Fault("learning rate is negative", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: -lr)),
@@ -349,6 +367,8 @@ FAULTS: tuple[Fault, ...] = (
           every_batch(lambda batch: (batch[0], (batch[1] + 1) % CLASSES)), step=150, late=1, further=12),
     Fault("labels are those of other samples", "MLP", "unrelated-outputs", "loss",
           every_batch(lambda batch: (batch[0], batch[1].roll(1))), step=0, further=260),
+    Fault("a sigmoid before a loss of logits", "MLP", "activation-before-softmax", "logits", loss(_of_probabilities),
+          step=0),
     Fault("the loss is maximised", "MLP", "negative-loss", "loss",
           loss(lambda model, batch: -cross_entropy(model, batch)), step=0, late=130, further=130),
     Fault("all weights are equal", "MLP", "constant-weights", "0.weight",

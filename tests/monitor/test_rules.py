@@ -148,6 +148,12 @@ def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x", **
     return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)], **more)
 
 
+def scales(*least: float, words: Mapping[str, str] = {"x": "its logarithm"}) -> Story:
+    """Like `one`, of parameters whose smallest elements are these, and what the loss takes of which."""
+    rows = {50 * i: [row(1.0, min=value)] for i, value in enumerate(least)}
+    return rows_of("parameter", rows, names=("x",), shapes=[(64,)], run=RunSettings(positive=words))
+
+
 def adam(kind: str, values: Sequence[float], every: int = 50, eps: float = 1e-8, beta2: float = 0.95) -> Story:
     """Like `one`, for an optimizer whose settings are known."""
     return one(kind, values, every, run=RunSettings(optimizer_eps=eps, second_moment_decay=beta2))
@@ -340,20 +346,21 @@ def resized(*sizes: float, changes: Sequence[float] = WRITTEN) -> Story:
 def learning(
     losses: Sequence[float],
     mean: float = 0.0,
-    certain: float | None = None,
+    certain: float = 0.0,
     right: float = 0.0,
+    is_seen: bool = True,
     weights: tuple[float, float] | None = None,
     later: tuple[float, float, float] = (1.0, 1.0, 1.0),
     when: int = 50,
     **scalars: Sequence[float],
 ) -> Story:
-    """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0.
+    """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0. Outputs are looked at.
 
     Guessing has a loss of 2.08. The sizes of its two ``weights`` are those of all parameters ``later``, in the step
     ``when``.
     """
     tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
-    looks = [] if certain is None else [Observation("outputs", 0, OutputFacts(certain=certain, right=right))]
+    looks = [Observation("outputs", 0, OutputFacts(certain=certain, right=right, classes=8))] * is_seen
     if weights is not None:
         first = [row(weights[0], zeros=1), row(1.0, 8), row(weights[1], zeros=1)]
         grown = [row(size, numel) for size, numel in zip(later, (64, 8, 64), strict=True)]
@@ -401,7 +408,8 @@ def splines(last: str) -> Story:
     names = ("a.weight", last, "b.spline", "b.scaler")
     rows = {0: [row(0.1, mean=0.1), row(0.1), row(0.1, mean=0.1), row(0.1, mean=0.1)]}
     tables = {"gradient": Table(rows, names, [(8, 8)] * 4)}
-    return replace(losses([2.1] * 300, RunSettings(backward_order=names[::-1])), tables=tables)
+    story = losses([2.1] * 300, RunSettings(backward_order=names[::-1]))
+    return replace(story, tables=tables, observations=[Observation("outputs", 0, facts())])
 
 
 def noisy(level: Sequence[float], deviation: float, seed: int = 0) -> list[float]:
@@ -607,6 +615,10 @@ STORIES: list[tuple[Any, ...]] = [
      written(EACH, EACH, WRITTEN), written(EACH, EACH, WRITTEN, loss=1.0), written(EACH, EACH, (51,) * 3),
      written(EACH, WRITTEN, WRITTEN), written((50, 50, 40), (50, 50, 40), (50, 50, 41)),
      written(WRITTEN, EACH, WRITTEN), written(EACH, EACH, (50, 50, 49)), written((50, 50, 0), (50, 50, 0), EACH)),
+    ("a scale that falls -> nonpositive-parameter, warning 50 x: of x is -0.001 and was 1 at first; the loss takes",
+     scales(1, -1e-3), scales(1, 1.1e-3), scales(1, -1e-3, words={}), scales(0, -1e-3)),
+    ("a scale near 0 -> nonpositive-parameter, warning 100 x: the smallest element of x is 0.0019 and was 2 at first",
+     scales(2, 0.1, 1.9e-3), scales(2, 0.1, 2.1e-3)),
     ("a weight that grows -> overwritten-parameter, warning 101 b.weight: the parameter went from 9.6 to 20",
      resized(1, 1.1, 1.2, 2.5), resized(1, 1.1, 1.2, 2.3), resized(1, 1.5, 1.6, 5.0), resized(1, 1.1, 1.2, 0.1),
      resized(1, 1.1, 1.2, 2.5, changes=EACH)),
@@ -769,13 +781,14 @@ STORIES: list[tuple[Any, ...]] = [
      series("scaled_clip", [33.0] * 4, loss_scale=[1024.0] * 4), series("scaled_clip", [1.0] * 4, loss_scale=[1.0] * 4),
      series("scaled_clip", [1.0] * 4)),
     ("a loss at chance -> no-learning, warning 0 loss: is 2.1 after 256 steps; guessing among 8 classes has 2.079",
-     learning([2.1] * 300), learning([2.1] * 255), learning([2.1] * 300, certain=0.0, right=0.6), learning([1.0] * 300),
+     learning([2.1] * 300), learning([2.1] * 255), learning([2.1] * 300, right=0.6), learning([1.0] * 300),
+     learning([2.1] * 300, is_seen=False),
      learning([2.1] * 80 + [1.8] * 80 + [2.1] * 200), learning([2.1] * 180 + [1.8] * 120),
      learning([2.1] * 300, mean=0.01), learning(np.linspace(2.1, 2.06, 256).tolist()),
      learning([20.0] + [30.0, 25.0] * 60 + [22.0] * 180), learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()),
      splines("a.base")),
     ("half of the labels by chance -> no-learning, warning 0 loss: is 2.1 after 256 steps",
-     learning([2.1] * 300, certain=0.0, right=0.5), learning([1.8] * 300)),
+     learning([2.1] * 300, right=0.5), learning([1.8] * 300)),
     ("a last layer of several weights -> no-learning, warning 0 loss: is 2.1 after 256 steps", splines("b.base")),
     ("a loss without a lowest value -> negative-loss, warning 63 loss: has fallen to -8.2",
      learning([-3.0] * 40 + [-8.2] * 88), learning([-3.0] * 40 + [-8.0] * 88),

@@ -1,0 +1,163 @@
+"""What the graph of a first loss tells: of which parameters it is, what must be positive, and what takes logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from helpers.training import RECORD, serious
+from torch import Tensor, nn
+from torch.distributions import Beta, Gamma, Independent, Laplace, Normal
+from torch.nn.parallel import DistributedDataParallel
+
+import gradstat
+from gradstat.monitor.probes.graph import LossGraph
+
+X = torch.linspace(0.1, 0.9, 12).reshape(4, 3)
+Of = Callable[[Tensor, Tensor], Tensor]
+
+# What is computed of two parameters of three elements -> those that have to be positive.
+POSITIVE: dict[str, tuple[Of, str]] = {
+    "the deviation of a normal": (lambda p, q: Normal(X * q, p).log_prob(X), "p"),
+    "one in half precision": (lambda p, q: Normal(X * q, p.half().float()).log_prob(X), "p"),
+    "deviations of independent ones": (lambda p, q: Independent(Normal(X * q, p), 1).log_prob(X), "p"),
+    "the scale of a Laplace": (lambda p, q: Laplace(X * q, p).log_prob(X), "p"),
+    "both of a gamma": (lambda p, q: Gamma(p, q).log_prob(X), "pq"),
+    "samples of a gamma": (lambda p, q: Gamma(p, q).rsample(), "pq"),
+    "both of a beta": (lambda p, q: Beta(p, q).log_prob(X), "pq"),
+    "a temperature": (lambda p, q: (X * q / p).softmax(1), "p"),
+    "twice a temperature": (lambda p, q: X * q / (2 * p), "p"),
+    "a reciprocal": (lambda p, q: X * q * p.reciprocal(), "p"),
+    "a power of -1": (lambda p, q: X * q * p**-1, "p"),
+    "a variance": (lambda p, q: X * q * p.sqrt(), "p"),
+    "a precision": (lambda p, q: X * q * p.rsqrt(), "p"),
+    "each of several": (lambda p, q: q * (p[0].log() + p[1].log() + p[-1].log()), "p"),
+    "each in a loop": (lambda p, q: q * sum(one.log() for one in p), "p"),
+    "one shared by several": (lambda p, q: torch.stack([X / p + p.log(), X * q / p + p.log()]), "p"),
+    "some of several": (lambda p, q: q * (p[0].log() + p[1].log() + 1 / p[0]), ""),
+    "the first of several": (lambda p, q: q * p[:1].log() + p.unbind()[1].log(), ""),
+    "a logarithm": (lambda p, q: Normal(X * q, p.exp()).log_prob(X), ""),
+    "softplus": (lambda p, q: Normal(X * q, F.softplus(p) + 1e-3).log_prob(X), ""),
+    "a clamp": (lambda p, q: Normal(X * q, p.clamp(min=1e-3)).log_prob(X), ""),
+    "an absolute value": (lambda p, q: X * q / p.abs(), ""),
+    "a square": (lambda p, q: X * q / p**2 + p.square().log(), ""),
+    "a gain": (lambda p, q: F.layer_norm(X, (3,), p, q), ""),
+    "a gain by hand": (lambda p, q: X / (X + q).square().mean(1, keepdim=True).sqrt() * p, ""),
+    "weight norm": (lambda p, q: p * q / q.norm(), ""),
+    "a scale of cosines": (lambda p, q: p * F.cosine_similarity(X * q, X, dim=0), ""),
+    "a sum with a constant": (lambda p, q: X * q / (1 + p), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("computed", "expected"), POSITIVE.values(), ids=POSITIVE)
+def test_what_has_to_be_positive_is_in_the_graph(computed: Of, expected: str) -> None:
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))
+    loss = computed(p, q).sum()
+    loss.backward()  # after which what the graph has saved is gone
+    graph = LossGraph.of([loss])
+    assert {id(leaf()) for leaf, _ in graph.positive} == {id({"p": p, "q": q}[name]) for name in expected}
+    assert {id(leaf()) for leaf, *_ in graph.leaves} == {id(one) for one in (p, q) if one.grad is not None}
+
+
+def first_finding(model: nn.Module, loss: Callable[[Tensor], Tensor], **options: Any) -> list[str]:
+    """The first finding in two steps under `auto`."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu") if options else None
+    with gradstat.auto(model, optimizer, on_anomaly=RECORD) as handle:
+        for _ in range(2):
+            for half in X.repeat(4, 1).chunk(2):
+                with torch.autocast("cpu", enabled=bool(options), **options):
+                    one = loss(model(half)) / 2
+                (one if scaler is None else scaler.scale(one)).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        found = serious(handle.monitor)
+    return [f"{one.rule} {one.step}" for one in found[:1]]
+
+
+def of_sigmoid(outputs: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(outputs.sigmoid().float(), (X.repeat(2, 1) > 0.5).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_activation_before_logits_is_seen_under_autocast_with_a_scaler(dtype: torch.dtype) -> None:
+    assert first_finding(nn.Linear(3, 3), of_sigmoid, dtype=dtype) == ["activation-before-softmax 0"]
+
+
+def test_a_compiled_model_hides_no_activation_in_the_loop() -> None:
+    model = torch.compile(nn.Linear(3, 3), backend="aot_eager")
+    assert first_finding(model, of_sigmoid) == ["activation-before-softmax 0"]
+
+
+def found_with_ddp(finds_unused: bool) -> list[str]:
+    """With ``finds_unused``, DDP passes outputs through a function of its own."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid())
+    loss = lambda outputs: F.cross_entropy(outputs, X.repeat(2, 1).argmax(1))  # noqa: E731
+    return first_finding(DistributedDataParallel(model, find_unused_parameters=finds_unused), loss)
+
+
+def test_an_activation_before_logits_is_seen_behind_ddp(ranks: Any) -> None:
+    for finds_unused in (False, True):
+        assert ranks.run(2, found_with_ddp, finds_unused) == [["activation-before-softmax 0"]] * 2
+
+
+# The end of a run ------------------------------------------------------------------------------------------------
+
+
+def ended(change: Callable[[Tensor], object], uses_auto: bool) -> tuple[list[str], gradstat.Monitor]:
+    """What is told of a run whose forward pass raises after a ``change`` to a trained deviation."""
+    model = nn.Module()
+    model.net, model.std = nn.Linear(3, 3), nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    handle = gradstat.auto(model, optimizer, on_anomaly=RECORD) if uses_auto else None
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD) if handle is None else handle.monitor
+    with pytest.raises(ValueError, match="parameter scale"), monitor if handle is None else handle:  # noqa: PT012
+        for step in range(7):
+            loss = -Normal(model.net(X[:2]), model.std, validate_args=True).log_prob(X[2:]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if handle is None:
+                monitor.step(loss)
+            optimizer.step()
+            if step == 5:
+                with torch.no_grad():
+                    change(model.std)
+    return [f"{one.rule} {one.severity} {one.step} {one.name}" for one in monitor.diagnose().findings], monitor
+
+
+@pytest.mark.parametrize("uses_auto", [False, True])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda std: std[1, 2].fill_(-0.01), "nonpositive-parameter warning"),
+        (lambda std: std[1, 2].fill_(float("nan")), "nonfinite-parameter error"),
+    ],
+)
+def test_of_what_a_run_has_died_is_told(change: Callable[[Tensor], object], told: str, uses_auto: bool) -> None:
+    found, monitor = ended(change, uses_auto)
+    assert found[0] == f"{told} 6 std"
+    assert len(found) == 1
+    recording = monitor.recording()
+    assert recording.steps.tolist() == [*range(6)]  # what never came is no step
+    assert recording.tables["parameter"].steps.tolist() == [0]
+    assert monitor.latest().step == 5
+
+
+@pytest.mark.parametrize("change", [lambda std: std.fill_(1e30), lambda std: std.zero_(), lambda std: std.neg_()])
+def test_weights_that_are_changed_when_a_run_is_over_are_not_judged(change: Callable[[Tensor], object]) -> None:
+    """As those of an earlier epoch, or of an average, that are loaded before the monitor is detached."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradstat.auto(model, optimizer, on_anomaly=RECORD) as handle:
+        for _ in range(5):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            change(model.weight)
+    assert handle.monitor.findings == []
