@@ -176,6 +176,10 @@ _KEEP = (
 )
 
 
+_NOT_THAWED = ("a network that is frozen for the turn of another one, and not thawed for its own",)
+_THAW = ("call requires_grad_(True) before its own turn",)
+# Frozen on purpose for so many steps of its optimizer is rare in programs whose networks take turns.
+_FROZEN_FOR = 100
 # An optimizer that has stepped before is not the one that trains, if its parameters are changed in every step, and it
 # takes fewer than one in so many.
 _RESTS = 20
@@ -188,7 +192,9 @@ class OptimizerCoverage(Rule):
     changed them 16 steps later.
 
     An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
-    unless they are most of the model and were trained before, or not the model's but trained.
+    unless they are most of the model and were trained before, or not the model's but trained. Beside an optimizer that
+    trains something else in turn, as in a GAN, also for those that were trainable when the monitor was made and are
+    frozen in the first hundred steps.
     """
 
     name = "optimizer-coverage"
@@ -206,6 +212,7 @@ class OptimizerCoverage(Rule):
     _first_look = carried(-1)
     _before = carried(dict[str, float]())  # sums of parameters that an optimizer of one lacks
     _last_look, _has_stepped = carried(0), carried(False)
+    _frozen = carried(dict[str, int]())  # the look since which it is frozen, of what was trainable
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("untrained", []):
@@ -215,6 +222,7 @@ class OptimizerCoverage(Rule):
                 yield self.found(0, "optimizer", text, causes=_UNTRAINED, advice=_REGISTER, parameters=len(seen.value))
         for seen in window.seen.get("coverage", []):
             yield from self._replaced(seen)
+            yield from self._not_thawed(seen, window)
             rows, left_out = window.measured.get("gradient"), seen.value.left_out
             parameters = window.latest.get("parameter")
             sums = {} if parameters is None else dict(zip(parameters.names, parameters.field("sum")[-1], strict=True))
@@ -254,6 +262,23 @@ class OptimizerCoverage(Rule):
             self._reported["replaced"] = seen.step
             text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
+
+    def _not_thawed(self, seen: Observation, window: Window) -> Iterable[Finding]:
+        """Reports a network that was trainable and is frozen in all steps of its optimizer, where networks take turns.
+
+        Nothing else tells it from layers that are frozen at first and thawed later, to be trained gradually.
+        """
+        self._frozen = {name: self._frozen.get(name, seen.step) for name in seen.value.frozen_since}
+        names = [name for name, since in self._frozen.items() if since == self._first_look]
+        is_long = 0 <= self._first_look <= seen.step - _FROZEN_FOR
+        if names and is_long and window.run.has_rival and "thaw" not in self._reported and _are_most(names, window):
+            self._reported["thaw"] = seen.step
+            more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
+            text = f"{names[0]} is frozen (requires_grad is False) whenever its optimizer steps, and was not when the "
+            text += f"monitor was made, while another optimizer trains something else in turn{more}"
+            yield self.found(
+                self._first_look, names[0], text, "parameter", causes=_NOT_THAWED, advice=_THAW, parameters=names[:20]
+            )
 
 
 def _are_most(names: list[str], window: Window) -> bool:

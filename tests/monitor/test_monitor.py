@@ -288,6 +288,35 @@ def test_an_optimizer_of_something_else_is_noticed(trains: str, is_rival: bool) 
     assert seen[-1] == is_rival
 
 
+@pytest.mark.parametrize(
+    ("thawed_from", "critic_trains", "is_told"),
+    [(200, True, True), (0, True, False), (60, True, False), (200, False, False)],
+    ids=["never", "in each turn", "later", "layers that are frozen at first"],
+)
+def test_a_network_that_is_not_thawed_for_its_own_turn_is_told(
+    thawed_from: int, critic_trains: bool, is_told: bool
+) -> None:
+    torch.manual_seed(0)
+    encoder, generator, critic = nn.Linear(4, 4), nn.Linear(4, 16), nn.Linear(16, 1)
+    maker = nn.Sequential(encoder, generator)
+    critic.requires_grad_(critic_trains)
+    of_maker, of_critic = (torch.optim.Adam(model.parameters(), lr=1e-3) for model in (maker, critic))
+    monitor = gradstat.Monitor(maker, of_maker, on_anomaly="record")
+    for step in range(120):
+        inputs = torch.randn(8, 4)
+        generator.requires_grad_(False)
+        if critic_trains:
+            backpropagated(of_critic, critic(maker(inputs).detach()).square().mean())
+            of_critic.step()
+        if step >= thawed_from:
+            generator.requires_grad_(True)
+        monitor.step(backpropagated(of_maker, critic(maker(inputs)).sub(1).square().mean()))
+        of_maker.step()
+    monitor.flush()
+    told = [(f.step, f.name) for f in monitor.findings if f.rule == "optimizer-coverage" and f.severity == "warning"]
+    assert told == [(0, "1.weight")] * is_told
+
+
 class Normalized(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:

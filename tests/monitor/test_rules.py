@@ -204,6 +204,13 @@ def frozen_later(rows: int) -> Story:
     return covered({}, {"frozen": ["x"]}, tables={"parameter": weights})
 
 
+def not_thawed(looks: int, rows: int = 9, thawed: int = -1, has_rival: bool = True) -> Story:
+    """A weight with so many rows, beside one with 8, that was trainable and is frozen from the first look on."""
+    frozen = [{} if look == thawed else {"frozen": ["x"], "frozen_since": ["x"]} for look in range(looks)]
+    weights = Table({50 * look: [row(), row()] for look in range(looks)}, "xy", [(rows, 8), (8, 8)])
+    return covered(*frozen, every=50, tables={"parameter": weights}, run=RunSettings(has_rival=has_rival))
+
+
 def progress(*looks: tuple[int, int]) -> Story:
     """Looks at the optimizer every 50 steps: how many steps it has taken, and how often its parameters changed."""
     return covered(*({"steps": steps, "changes": changes} for steps, changes in looks), every=50)
@@ -532,6 +539,13 @@ STORIES: list[tuple[Any, ...]] = [
     ("what is frozen later -> optimizer-coverage, info 5 x: is frozen", covered({}, {"frozen": ["x"]})),
     ("most of the model is frozen later -> optimizer-coverage, warning 5 x: is frozen", frozen_later(9)),
     ("half of the model is frozen later -> optimizer-coverage, info 5 x: is frozen", frozen_later(8)),
+    ("what is not thawed -> optimizer-coverage, info 0 x: is frozen + warning 0 x: whenever its optimizer steps",
+     not_thawed(3)),
+    ("what is thawed later -> optimizer-coverage, info 0 x: is frozen", not_thawed(2)),
+    ("what is thawed at times -> optimizer-coverage, info 0 x: is frozen", not_thawed(9, thawed=1)),
+    ("half is not thawed -> optimizer-coverage, info 0 x: is frozen", not_thawed(3, rows=8)),
+    ("what is frozen at first, without a rival -> optimizer-coverage, info 0 x: is frozen",
+     not_thawed(9, has_rival=False)),
     ("another one trains -> optimizer-coverage, warning 50 optimizer: took 2 of the last 50 steps",
      progress((0, 0), (50, 50), (2, 50)), progress((0, 0), (50, 50), (2, 49)), progress((0, 0), (50, 50), (3, 50)),
      progress((0, 0), (0, 50))),

@@ -48,6 +48,7 @@ class OptimizerSteps(Probe):
         self._steps = self._version = 0  # of the optimizer; of the parameter
         self._stepping = unwrapped(self._optimizer)  # the one that hooks get
         self._watched: set[int] = set()
+        self._trainable = {id(p) for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad}
         self.handles.append(register_optimizer_step_post_hook(Hook(self._has_stepped)))
 
     @classmethod
@@ -109,6 +110,7 @@ class OptimizerSteps(Probe):
         """Compares the optimizer with the watched parameters."""
         groups, pairs = self._optimizer.param_groups, list(zip(named.names(), named.parameters, strict=True))
         trained, watched = ids_of(self._optimizer), set(map(id, named.parameters))
+        frozen = [(name, id(p)) for name, p in pairs if not p.requires_grad and id(p) in trained]
         anywhere = trained if watched <= trained else trained | ids_of_all()
         lacking = [(name, p) for name, p in pairs if p.requires_grad and id(p) not in anywhere]
         besides = list(self.run.trained.besides._parameters)
@@ -117,7 +119,8 @@ class OptimizerSteps(Probe):
         return Coverage(
             left_out=[name for name, parameter in lacking if parameter.grad is not None],
             unused=[name for name, parameter in lacking if parameter.grad is None],
-            frozen=[name for name, p in pairs if not p.requires_grad and id(p) in trained],
+            frozen=[name for name, _ in frozen],
+            frozen_since=[name for name, key in frozen if key in self._trainable],
             unknown=[
                 f"param_groups[{g}]['params'][{i}]"
                 for g, group in enumerate(groups if not trained <= watched else ())
@@ -142,6 +145,7 @@ class Coverage(NamedTuple):
     frozen: list[str]  # frozen, but in the optimizer
     unknown: list[str]  # in the optimizer, not watched, and without a gradient
     besides: list[str]  # in the optimizer and watched, but not the model's
+    frozen_since: Sequence[str] = ()  # of the frozen ones, those that were trainable when the monitor was made
     steps: int = 0  # that the optimizer has taken since the last look, as far as known
     changes: int = 0  # in place since then, of one of its parameters
     settings: Mapping[str, float] = MappingProxyType({})  # its weight decay and eps, by group
