@@ -42,8 +42,8 @@ class Deviation:
         kind: As in `Recording.tables`, or ``"series"``.
         name: Name of the tensor or series, without the prefixes of wrappers.
         feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
-            (over the root mean square), ``"value"`` of a series, ``"absent"``: only the golden runs have it, or
-            ``"nonfinite"``: it is NaN or infinite.
+            (over the root mean square), ``"zeros"`` (the share of elements that are 0), ``"value"`` of a series,
+            ``"absent"``: only the golden runs have it, or ``"nonfinite"``: it is NaN or infinite.
         step, last: The first and last step of the window over which it is averaged.
         value: The average of the feature over that window; infinite if absent or not finite.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.

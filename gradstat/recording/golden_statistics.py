@@ -84,7 +84,8 @@ def features_of(kind: str) -> tuple[str, ...]:
     """What is compared of tensors of a kind."""
     if kind in _LEFT_OUT:
         return ()
-    return _WHOLE if kind_of(kind).name in ("batch", "activation", "gradient", "parameter", "update") else ("norm",)
+    whole = kind_of(kind).name in ("batch", "activation", "gradient", "parameter", "update")
+    return (*_WHOLE, *["zeros"] * (kind == "parameter")) if whole else ("norm",)
 
 
 def covered_windows(steps: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Bools:
@@ -171,7 +172,10 @@ def told(feature: str, average: float) -> float:
 
 
 def _features(kind: str, series: Series) -> Iterable[Floats]:
-    """``[m, n]`` each: the logarithm of the norm, minus the root mean square over the peak, and the mean over that."""
+    """``[m, n]`` each, as of `features_of`.
+
+    The logarithm of the norm, minus the root mean square over the peak, the mean over that, and the share of zeros.
+    """
     # One copy, by column: a column of the rows is scattered in memory.
     l2_norm, mean, std, low, high = np.moveaxis(series.values[..., _USED], -1, 0).astype(np.float64, order="C")
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -189,6 +193,10 @@ def _features(kind: str, series: Series) -> Iterable[Floats]:
         rms = np.where(is_lost | is_zero | (series.numel == 1), np.nan, rms)  # one element has a sign, but no shape
         yield -rms / np.maximum(-low, high)
         yield mean / rms
+    # Trained weights are hardly ever exactly 0, but for a row that nothing trains. What begins at 0 may stay there in
+    # part, as the bias of a dead unit.
+    zeros = series.column("zero_fraction").astype(np.float64)
+    yield np.where(zeros[:1] < 1, zeros, np.nan)
 
 
 def _over_windows(column: Floats, at: npt.NDArray[np.int64], covered: Bools, is_level: bool) -> Floats:

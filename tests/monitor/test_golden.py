@@ -130,6 +130,14 @@ def with_series(made: Recording, name: str, factor: float) -> Recording:
     return made
 
 
+def with_zeros(seed: int, later: float, first: float, name: str = NAMES[6]) -> Recording:
+    """A healthy run in which such a share of a parameter is 0, in the first measurement and later."""
+    made = run(seed)
+    table = made.tables["parameter"]
+    table.column("zero_fraction")[:, table.names.index(name)] = [first] + [later] * (len(table.steps) - 1)
+    return made
+
+
 # A run, where it is unlike, what is said of that (a pattern), and attributes of the first finding.
 STORIES: dict[str, tuple[Callable[[], Recording], str, str, dict[str, Any]]] = {
     "a scaled loss": (lambda: with_series(changed(20), "loss", 20), "everywhere", "times.*as the loss",
@@ -139,6 +147,8 @@ STORIES: dict[str, tuple[Callable[[], Recording], str, str, dict[str, Any]]] = {
     "one kind of modules": (lambda: changed(30, ALL, "down"), "blocks.*.down", "", {"feature": "norm"}),
     "peaks": (lambda: changed(5, "min max", NAMES[6]), "blocks.1.down", "", {"name": NAMES[6], "feature": "peak"}),
     "means": (lambda: changed(60, "mean", NAMES[6]), "blocks.1.down", "", {"name": NAMES[6], "feature": "mean"}),
+    "a row that nothing trains": (lambda: with_zeros(50, 0.02, 0.02), "blocks.1.down", "initial parameters",
+                                  {"name": NAMES[6], "feature": "zeros"}),
     "late": (lambda: changed(30, since=63), "everywhere", "times", {"step": 63, "last": 78}),
     "another rate": (lambda: with_series(changed(30), "lr", 1.1), "the learning rate", "^times 1.1$", {"name": "lr"}),
     "how it began": (lambda: changed(2, what="parameter"), "everywhere", "initial parameters", {"kind": "parameter"}),
@@ -161,8 +171,16 @@ def test_what_is_unlike_is_named_and_nothing_else(story: str, golden: Golden) ->
     if where.startswith("blocks"):
         pattern = where.replace("*", r"\d")
         assert all(re.match(pattern, one.name) for one in found.findings)
-    if first.feature in ("peak", "mean", "absent"):
+    if first.feature in ("peak", "mean", "zeros", "absent"):
         assert len(found.findings) == 1
+
+
+def test_a_parameter_that_begins_at_0_may_stay_there_in_part() -> None:
+    """As the biases of units that are dead."""
+    golden = Golden.of([with_zeros(seed, 0.0, 1.0) for seed in range(5)])
+    assert golden.compare(with_zeros(50, 0.1, 1.0)).ok
+    golden = Golden.of([with_zeros(seed, 0.0, 0.5) for seed in range(5)])
+    assert [found.feature for found in golden.compare(with_zeros(50, 0.1, 0.5)).findings] == ["zeros"]
 
 
 def test_a_value_beside_the_expected_one_and_what_is_only_absent(golden: Golden) -> None:
