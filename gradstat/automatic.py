@@ -50,6 +50,7 @@ class AutoHandle:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.monitor.reviewer.note_error(error)
         with not_replacing(error):
             self.remove()
 

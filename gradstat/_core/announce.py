@@ -40,6 +40,9 @@ class Listener(Protocol):
         ``losses`` are its roots, if all are single numbers that no gradient was given for.
         """
 
+    def backward_failed(self, error: BaseException) -> None:
+        """A backward pass has raised that has reached the listener, or that is the only one."""
+
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """``optimizer.step`` begins; returns the closure to call in place of ``closure``, which may be None."""
 
@@ -124,6 +127,12 @@ def backward(losses: Sequence[Tensor]) -> Iterator[None]:
         _passes.append(running)
     try:
         yield
+    except BaseException as error:
+        listening = listeners()
+        for listener in listening if outer is None else ():
+            if listener in running.reached or len(listening) == 1:
+                listener.backward_failed(error)
+        raise
     finally:
         _pass.reset(token)
         if outer is None:

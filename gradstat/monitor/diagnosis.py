@@ -55,6 +55,7 @@ class Diagnosis(Judged):
         culprit: What a replay found, in words; empty if there was none.
         why_nothing: Why no step was seen, if none was and the reason is known.
         notes: What no rule has judged, in words: that there was no loss, that the loss has not fallen, NaN or Inf.
+        ended_by: The exception that ended the run, in words; empty if none is known.
     """
 
     findings: tuple[Finding, ...]
@@ -64,6 +65,7 @@ class Diagnosis(Judged):
     culprit: str = ""
     why_nothing: str = ""
     notes: tuple[str, ...] = ()
+    ended_by: str = ""
 
     @classmethod
     def of(cls, recording: Recording, why_nothing: str = "") -> Diagnosis:
@@ -102,9 +104,9 @@ class Diagnosis(Judged):
         steps = recording.meta.get("steps")
         if type(steps) is not int:  # meta comes from a file, where it may be anything
             steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
-        model, culprit = (str(recording.meta.get(name) or "") for name in ("model", "culprit"))
+        model, culprit, ended_by = (str(recording.meta.get(name) or "") for name in ("model", "culprit", "ended_by"))
         notes = tuple(_notes(recording, not serious)) if steps else ()
-        return cls((*serious, *rest), incidents, steps, model or "the model", culprit, why_nothing, notes)
+        return cls((*serious, *rest), incidents, steps, model or "the model", culprit, why_nothing, notes, ended_by)
 
     @property
     def ok(self) -> bool:
@@ -119,6 +121,10 @@ class Diagnosis(Judged):
             return printable(": ".join([f"{found} {where[0].strip()}", *code]))
         if not self.steps and not self.incidents:
             return printable(f"nothing is known about {self.model}, since {self.why_nothing or 'no step was seen'}")
+        if self.ok and self.ended_by:
+            return printable(
+                f"no finding in {count_of(self.steps, 'step')} of {self.model}, which then ended with {self.ended_by}"
+            )
         if self.ok:
             return printable(f"nothing wrong in {count_of(self.steps, 'step')} of {self.model}")
         first = self.incidents[0].findings[0]
@@ -127,7 +133,7 @@ class Diagnosis(Judged):
         words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]
         return printable(
             f"{' and '.join(words)} in {self.steps:,} steps of {self.model}; it began in step {first.step} with "
-            f"{first.name}: {first.text}"
+            f"{first.name}: {first.text}" + f"; it ended with {self.ended_by}" * bool(self.ended_by)
         )
 
     def __str__(self) -> str:
@@ -181,7 +187,7 @@ class Diagnosis(Judged):
         """Everything as JSON-able values."""
         places = itertools.count()  # incidents have the findings in order
         incidents = [{**vars(one), "findings": [next(places) for _ in one.findings]} for one in self.incidents]
-        values = {name: getattr(self, name) for name in ("steps", "model", "culprit", "notes")}
+        values = {name: getattr(self, name) for name in ("steps", "model", "culprit", "notes", "ended_by")}
         findings = [finding.to_dict() for finding in self.findings]
         return {"ok": self.ok, "headline": self.headline(), **values, "findings": findings, "incidents": incidents}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import traceback
 import weakref
@@ -57,6 +58,7 @@ def end(monitor: Any, why: str) -> None:
 def _end_with_the_program() -> None:
     for monitor in _all():
         if monitor.is_open:
+            monitor.reviewer.note_error(getattr(sys, "last_value", None))  # that nobody has caught
             try:
                 end(monitor, "the program ended")
             except Exception:  # a warning that a filter raises as an error; the other monitors are ended all the same

@@ -143,6 +143,10 @@ class StepListener:
             seen = [Observation("unused", self.monitor.steps - zeroed.steps, zeroed)]
             self.monitor.responder.respond_to(self.monitor, seen)
 
+    def backward_failed(self, error: BaseException) -> None:
+        """Keeps what ended the run, unless it goes on."""
+        self.monitor.reviewer.note_error(error)
+
     def saw_backward(self) -> None:
         """A backward pass has added to the gradients, as the source tells (`StepSource.tells_backward`)."""
         self._measured = None

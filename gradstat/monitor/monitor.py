@@ -345,5 +345,6 @@ class Monitor(Results):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Detaches. An exception that ends the run is noted in the recording, and is not replaced by another."""
+        self.reviewer.note_error(error)
         with not_replacing(error):
             self.detach("the run ended" if error is None else f"{type(error).__name__}: {error}")

@@ -59,6 +59,7 @@ class Reviewer:
         self.new: list[Finding] = []  # that nobody has acted on yet
         self._pending: deque[Pending] = deque()
         self.steps = self.nonfinite_steps = 0
+        self._ended_by = ""  # the exception after the last step, in words
         self.forget()
 
     def forget(self) -> None:
@@ -85,6 +86,7 @@ class Reviewer:
     def take(self, pending: Pending | None, leaving: int) -> bool:
         """Counts a step and reads those before it, as `read`; None for a step that could not be measured."""
         self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
+        self._ended_by = ""
         if pending is not None:
             self._pending.append(pending)
         return self.read(leaving)
@@ -134,6 +136,12 @@ class Reviewer:
             self._last_state_check[is_lost] = pending.step
             with self._unwatched.suppress_errors(pending.step, "parameters, buffers or states could not be measured"):
                 pending.numbers.extend(self._recorder.measure_state(pending.step, pending.kinds()))
+
+    def note_error(self, error: BaseException | None) -> None:
+        """Keeps the exception that ended the run, if it does; not one by which a user or program ends it."""
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            first = (str(error).strip() or "no message").splitlines()[0]
+            self._ended_by = f"{type(error).__name__}: {first}"
 
     def catch_up(self) -> None:
         """Reads and reviews all steps so far."""
@@ -225,6 +233,7 @@ class Reviewer:
             "steps": self.steps,
             "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "why": why,
+            "ended_by": self._ended_by,
         }
         return recording
 

@@ -75,6 +75,9 @@ class ScaledClips:
     def after_backward(self, losses: Sequence[Tensor]) -> None:
         """Is no concern of this listener."""
 
+    def backward_failed(self, error: BaseException) -> None:
+        """Is no concern of this listener."""
+
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """Leaves the closure as it is."""
         return closure
