@@ -1,5 +1,6 @@
 """`gradstat.auto`: a monitor attached to a program's existing optimizer."""
 
+import contextlib
 import gc
 import math
 import threading
@@ -943,3 +944,26 @@ def test_a_step_of_fabric_is_skipped_or_clipped(clips: bool) -> None:
             optimizer.zero_grad()
     assert {finding.step for finding in handle.monitor.findings} == {2}
     assert is_finite(model)
+
+
+@pytest.mark.parametrize("how", ["a backward pass", "a program", "a user", "nobody"])
+def test_a_run_that_ended_with_an_exception_says_so(how: str) -> None:
+    model, optimizer = made()
+    error = {"a program": ValueError("lost\nits way"), "a user": KeyboardInterrupt()}.get(how)
+    handle = gradstat.auto(model, optimizer, on_anomaly="record")
+    with contextlib.suppress(ValueError, RuntimeError, KeyboardInterrupt), handle:
+        for step in range(5):
+            loss = model(torch.randn(8, 4)).square().mean()
+            if step == 3 and how == "a backward pass":
+                loss.register_hook(lambda gradient: gradient.view(7))
+                with contextlib.suppress(RuntimeError):
+                    loss.backward()
+                assert "RuntimeError: shape '[7]'" in str(handle.monitor.diagnose())
+                continue
+            if step == 4 and error is not None:
+                raise error
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    told = handle.monitor.diagnose().ended_by  # a run that goes on has not ended
+    assert told == ("ValueError: lost" if how == "a program" else "")

@@ -223,6 +223,23 @@ def test_an_interrupt_at_any_place_leaves_everything_usable(monkeypatch: pytest.
     assert output_of(INTERRUPTED) == "right"
 
 
+UNCAUGHT = """
+import sys, torch, gradstat
+model = torch.nn.Linear(3, 1)
+monitor = gradstat.Monitor(model, save_to=sys.argv[1])
+model(torch.ones(2, 3)).square().sum().backward()
+monitor.step(1.0)
+raise ValueError("nobody catches this")
+"""
+
+
+def test_an_exception_that_ends_the_program_is_in_its_recording(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNCAUGHT, str(tmp_path / "run.gradstat")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=env, capture_output=True, timeout=120, check=False).returncode == 1
+    assert load(tmp_path / "run.gradstat").meta["ended_by"] == "ValueError: nobody catches this"
+
+
 def diverging(folder: Path) -> list[str]:
     """Two recordings that differ, in a name that ASCII has not."""
     for i, name in enumerate(("größe\N{PILE OF POO}", "b.weight")):
