@@ -315,9 +315,10 @@ class DeadGradient(_AbsentGradientRule):
 
     def _noise(self, rows: Rows, zero: Bools) -> Bools:
         """``[m, n]``: gradients that are noise, or zero, and never were anything else; and were not zero at first."""
-        known, finite = self._known.values_for(rows.names), rows.present & (rows.nonfinite == 0)
-        if (known[rows.tensors.matrices] == _MORE).all():
+        known = self._known.values_for(rows.names)
+        if (known[rows.tensors.matrices & rows.present.any(0)] == _MORE).all():  # mostly
             return np.zeros_like(zero)
+        finite = rows.present & (rows.nonfinite == 0)
         is_more = np.logical_or.accumulate(finite & ~zero & ~are_noise(rows, _weights_of(rows.tensors)))
         is_more |= (known == _MORE) | ((known == 0) & zero[finite.argmax(0), np.arange(len(known))])
         known[:] = np.where(is_more[-1], _MORE, np.maximum(known, finite.any(0)))
