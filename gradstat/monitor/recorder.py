@@ -326,6 +326,11 @@ class Recorder:
         return self._facts.positive
 
     @property
+    def loss_is_sum(self) -> bool:
+        """Whether the first loss has several terms."""
+        return self._facts.loss_is_sum
+
+    @property
     def origin_is_unknown(self) -> bool:
         """Whether gradients are reduced over ranks without recording which rank produced NaN."""
         is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()

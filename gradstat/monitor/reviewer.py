@@ -167,8 +167,9 @@ class Reviewer:
 
     def review_end(self) -> None:
         """Reviews the parameters as the last step has left them. The program may have died of them in the next."""
+        were_measured = any(kind.partition(".")[0] == "parameter" for kind in self.log.latest)
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if not self.steps or is_capturing:
+        if is_capturing or not were_measured:
             return
         with self._unwatched.suppress_errors(self.steps, "parameters could not be measured at the end"):
             numbers = self._recorder.measure_parameters(self.steps)
@@ -184,6 +185,7 @@ class Reviewer:
             backward_order=recorder.backward_order,
             in_float16=recorder.in_float16,
             positive=recorder.positive,
+            loss_is_sum=recorder.loss_is_sum,
             is_scaled=recorder.is_scaled,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,

@@ -128,7 +128,8 @@ class NoLearning(LearningRule):
     Guessing among C classes has a loss of ln C. The slowest healthy classifiers of gradstat's tests leave it between
     steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 of that, or more than half
     of the predictions above chance are right, as where the loss has other terms. Where no outputs were seen, as of a
-    program that calls parts of the model only, nothing is judged: a loss alone does not tell what was learned.
+    program that calls parts of the model only, nothing is judged: a loss alone does not tell what was learned. Nor does
+    one of several terms, unless predictions were seen: guessing is no measure for their sum.
 
     Args:
         steps: After so many, and then every 64, the last losses are judged, unless the learning rate still rises.
@@ -170,7 +171,7 @@ class NoLearning(LearningRule):
             if self._count < SOON + HALF:
                 continue
             is_due = self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
-            is_due &= window.outputs.has_targets
+            is_due &= window.outputs.classes > 0 or (window.outputs.fit is not None and not window.run.loss_is_sum)
             if is_due and not window.run.has_rival:
                 yield from self._judge_samples()
             if self._classes and not self._has_learned:

@@ -81,11 +81,6 @@ class OutputFacts(NamedTuple):
     right: float = 0.0
     fit: Fit | None = None
 
-    @property
-    def has_targets(self) -> bool:
-        """Whether a loss was seen to take the outputs, and what it compares them with may be judged."""
-        return self.classes > 0 or self.fit is not None
-
     @classmethod
     def of(cls, numbers: Sequence[float]) -> OutputFacts:
         """The facts in ``numbers``, in the order of the fields: labels are counted from 1, those of a fit come last."""

@@ -55,7 +55,7 @@ class Training:
             if self.schedule is not None:
                 for group, lr in zip(self.optimizer.param_groups, base, strict=True):
                     group["lr"] = lr * self.schedule(step)
-            total = torch.zeros(())
+            losses = list[Tensor]()
             self.optimizer.zero_grad()
             for _ in range(self.accumulate):
                 batch = self.batch()
@@ -67,8 +67,9 @@ class Training:
                     yield step, False
                     return
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                total = total + loss.float()  # with its graph, which the monitor looks at once
-            monitor.step(total)
+                losses.append(loss)
+            # With the graph, which the monitor looks at once.
+            monitor.step(losses[0] if self.accumulate == 1 else torch.stack(losses).float().sum())
             self._update()
             yield step, False
 

@@ -60,6 +60,29 @@ def test_what_has_to_be_positive_is_in_the_graph(computed: Of, expected: str) ->
     assert {id(leaf()) for leaf, *_ in graph.leaves} == {id(one) for one in (p, q) if one.grad is not None}
 
 
+# A loss of the outputs x, and the parameter p -> whether it has several terms.
+TERMS: dict[str, tuple[Of, bool]] = {
+    "a mean": (lambda x, p: F.cross_entropy(x, X.argmax(1)), False),
+    "scaled": (lambda x, p: 2**10 * F.cross_entropy(x, X.argmax(1)) / 4, False),
+    "smoothed labels": (lambda x, p: F.cross_entropy(x, X.argmax(1), label_smoothing=0.1), False),
+    "both ways": (lambda x, p: F.cross_entropy(x, X.argmax(1)) / 2 + F.cross_entropy(x.T, X.argmax(0)) / 2, False),
+    "by hand": (lambda x, p: (x.logsumexp(1) - x[:, 0]).mean(), False),
+    "squares": (lambda x, p: (x - X).square().mean(), False),
+    "a detached term": (lambda x, p: F.cross_entropy(x, X.argmax(1)) + 3 * x.detach().abs().mean(), True),
+    "a constant": (lambda x, p: 1 + F.cross_entropy(x, X.argmax(1)), True),
+    "less a detached term": (lambda x, p: (F.cross_entropy(x, X.argmax(1)) - p.detach().sum()) / 2, True),
+    "a penalty": (lambda x, p: F.cross_entropy(x, X.argmax(1)) + 0.1 * p.square().sum(), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("computed", "expected"), TERMS.values(), ids=TERMS)
+def test_terms_of_a_loss_are_in_its_graph(computed: Of, expected: bool) -> None:
+    p = nn.Parameter(torch.ones(3))
+    loss = computed((X * p).tanh(), p)
+    loss.backward()
+    assert LossGraph.of([loss]).is_sum == expected
+
+
 def first_finding(model: nn.Module, loss: Callable[[Tensor], Tensor], **options: Any) -> list[str]:
     """The first finding in two steps under `auto`."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

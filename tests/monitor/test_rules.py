@@ -375,6 +375,12 @@ def learning(
     return Story(len(losses), {"loss": losses, **scalars}, tables, looks)
 
 
+def alone(losses: Sequence[float], **run: Any) -> Story:
+    """As `learning`, of outputs that are not known to be those of classes, as hidden values."""
+    seen = [Observation("outputs", 0, fitted()._replace(classes=0))]
+    return replace(learning(losses), observations=seen, run=RunSettings(**run))
+
+
 def constants(*names: str) -> Story:
     """Weights of which some are constant."""
     rows = [row(0.1, numel, min=0.1 if name in names else -0.1) for name, numel in zip(NAMES, (64, 8, 64), strict=True)]
@@ -796,13 +802,15 @@ STORIES: list[tuple[Any, ...]] = [
      series("scaled_clip", [1.0] * 4)),
     ("a loss at chance -> no-learning, warning 0 loss: is 2.1 after 256 steps; guessing among 8 classes has 2.079",
      learning([2.1] * 300), learning([2.1] * 255), learning([2.1] * 300, right=0.6), learning([1.0] * 300),
-     learning([2.1] * 300, is_seen=False),
+     learning([2.1] * 300, is_seen=False), alone([2.1] * 300, loss_is_sum=True),
      learning([2.1] * 80 + [1.8] * 80 + [2.1] * 200), learning([2.1] * 180 + [1.8] * 120),
      learning([2.1] * 300, mean=0.01), learning(np.linspace(2.1, 2.06, 256).tolist()),
      learning([20.0] + [30.0, 25.0] * 60 + [22.0] * 180), learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()),
      splines("a.base")),
     ("half of the labels by chance -> no-learning, warning 0 loss: is 2.1 after 256 steps",
      learning([2.1] * 300, right=0.5), learning([1.8] * 300)),
+    ("outputs of which no classes are known -> no-learning, warning 0 loss: is 2.1 after 256 steps",
+     alone([2.1] * 300), alone([2.1] * 300, loss_is_sum=True)),
     ("a last layer of several weights -> no-learning, warning 0 loss: is 2.1 after 256 steps", splines("b.base")),
     ("a loss without a lowest value -> negative-loss, warning 63 loss: has fallen to -8.2",
      learning([-3.0] * 40 + [-8.2] * 88), learning([-3.0] * 40 + [-8.0] * 88),

@@ -45,6 +45,12 @@ _OF_LOGITS = {
 }
 _ACTIVATIONS = {"Relu": "ReLU", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 
+# Functions of one argument between a term of a loss and what the model computes. Terms that these make of the same
+# outputs, as those of smoothed labels are, count as one.
+_OF_A_TERM = {
+    *_MOVES, *_TAKES_SOME, "Div", "LogSoftmax", "Logsumexp", "Mean", "Mul", "Neg", "NllLoss", "NllLoss2D", "Sum",
+}  # fmt: skip
+
 # Functions that are defined for positive numbers only, or grow beyond all bounds near 0: which argument, and in words.
 _OF_POSITIVE = {
     "Digamma": (0, "its digamma function"),
@@ -68,6 +74,7 @@ class LossGraph(NamedTuple):
     leaves: Leaves
     positive: Positive
     activated: ActivatedLogits | None  # if the loss takes logits, and gets what an activation has made of them
+    is_sum: bool  # whether a loss has several terms, of which some may be detached
 
     @classmethod
     def of(cls, losses: list[Tensor]) -> LossGraph:
@@ -76,7 +83,7 @@ class LossGraph(NamedTuple):
         for loss in losses:
             leaves += leaves_of(loss, found.look_at)
         activated = (activated_logits(loss) for loss in losses)
-        return cls(leaves, found.whole(), next(filter(None, activated), None))
+        return cls(leaves, found.whole(), next(filter(None, activated), None), any(map(is_sum, losses)))
 
 
 def leaves_of(computed: Tensor, visit: Callable[[Any], object] = id) -> Leaves:
@@ -157,6 +164,24 @@ def activated_logits(loss: Tensor) -> ActivatedLogits | None:
         shape = first._input_metadata[0].shape
         classes = int(shape[_signed(first._saved_dim) % len(shape)])
     return ActivatedLogits(_OF_LOGITS.get(name, "x - logsumexp(x)"), activation, classes)
+
+
+def is_sum(loss: Tensor) -> bool:
+    """Whether ``loss`` is a sum of terms of different outputs, or of one and a number or a detached tensor."""
+    waiting, ends = [loss.grad_fn], set[Any]()
+    seen: set[Any] = {*waiting}
+    while waiting and len(ends) < 2 and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        edges, is_added = _edges(node), _name(node) in ("Add", "Sub")
+        if is_added and len(edges) < 2:
+            return True
+        if is_added or (_name(node) in _OF_A_TERM and len(edges) == 1):
+            behind = [edge[0] for edge in edges if edge[0] not in seen]
+            seen.update(behind)
+            waiting += behind
+        else:
+            ends.add(node)
+    return len(ends) > 1
 
 
 def _written_by_hand(node: Any) -> str:
