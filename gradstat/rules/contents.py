@@ -37,8 +37,14 @@ class Contents(NamedTuple):
     ranks: int = 1
 
     def places(self) -> dict[tuple[str, str], int]:
-        """The row of each tensor, by kind and name; without optimizer states that are all zero, as new ones may be."""
-        every = zip(self.kinds, self.names, self.rows[:, COLUMNS.index("norm")].tolist(), strict=True)
+        """The row of each tensor, by kind and name; without optimizer states that are all zero, as new ones may be.
+
+        Names are those inside the wrappers of DDP and ``torch.compile``, so that a run may go on without them.
+        """
+        names = [name.replace("_orig_mod.", "") for name in self.names]
+        if all(name.startswith("module.") for name in names):
+            names = [name.removeprefix("module.") for name in names]
+        every = zip(self.kinds, names, self.rows[:, COLUMNS.index("norm")].tolist(), strict=True)
         return {(kind, name): i for i, (kind, name, norm) in enumerate(every) if norm or kind == WEIGHT}
 
     def to_plain(self) -> dict[str, Any]:

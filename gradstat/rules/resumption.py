@@ -132,7 +132,11 @@ def _lacking(before: Contents, now: Contents) -> list[tuple[str, str]]:
     held = now.places()
     if before.optimizer != now.optimizer or before.ranks != now.ranks:
         return []
-    return [key for key in before.places() if key not in held and (WEIGHT, key[1]) in held and key[0] != WEIGHT]
+    return [
+        (kind, now.names[held[WEIGHT, name]])
+        for kind, name in before.places()
+        if (kind, name) not in held and (WEIGHT, name) in held
+    ]
 
 
 class _Pairs(NamedTuple):
@@ -153,8 +157,9 @@ class _Pairs(NamedTuple):
             for key, i in before.places().items()
             if key in places and (key[0] == WEIGHT) == are_weights and before.rows[i, 0] == now.rows[places[key], 0]
         }
-        old, new = before.rows[[i for i, _ in pairs.values()]], now.rows[[i for _, i in pairs.values()]]
-        return cls([kind for kind, _ in pairs], [name for _, name in pairs], old, new, _distances(old, new))
+        there = [i for _, i in pairs.values()]
+        old, new = before.rows[[i for i, _ in pairs.values()]], now.rows[there]
+        return cls([kind for kind, _ in pairs], [now.names[i] for i in there], old, new, _distances(old, new))
 
     @property
     def are_far(self) -> Bools:

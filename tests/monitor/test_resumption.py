@@ -169,6 +169,18 @@ def with_states_exchanged(saved: Saved, run: Run, earlier: Any) -> None:
     states[1], states[6] = states[6], states[1]  # of the norms of two blocks
 
 
+def contents_of(saved: Saved) -> dict[str, Any]:
+    contents: dict[str, Any] = saved.monitor["contents"]
+    return contents
+
+
+def beyond_wrappers(saved: Saved, run: Run, earlier: Any) -> None:
+    """The state was saved under DDP, of a compiled model."""
+    without("head")(saved, run, earlier)
+    contents = contents_of(saved)
+    contents.update(names=[f"module._orig_mod.{name}" for name in contents["names"]])
+
+
 def sgd(momentum: float) -> Callable[[Any], Optimizer]:
     return lambda parameters: SGD(parameters, lr=0.3 * (1 - momentum), momentum=momentum)
 
@@ -187,6 +199,7 @@ FAULTS = {
     "a head from the embedding": Resumption(HEAD, the_embedding),
     "a head from the embedding, by auto": Resumption(HEAD, the_embedding, run={"auto": True}),
     "a new head": Resumption(HEAD, without("head")),
+    "a new head, without DDP from now on": Resumption(HEAD, beyond_wrappers),
     "a new head, SGD": Resumption(HEAD, without("head"), optimize=sgd(0.0)),
     "a block is left out": Resumption("warning blocks.1.0.weight: the same holds for 5 more", without("blocks.1.")),
     "most of the model is left out": Resumption("error blocks.0.0.weight: for 17 more", without("blocks.")),
@@ -235,11 +248,6 @@ def saved_with_averages(saved: Saved, run: Run, earlier: Any) -> None:
     assert run.first is not None
     run.first.model.load_state_dict(run.first.average)
     saved.monitor = run.first.monitor.state_dict()
-
-
-def contents_of(saved: Saved) -> dict[str, Any]:
-    contents: dict[str, Any] = saved.monitor["contents"]
-    return contents
 
 
 def frozen(saved: Saved, run: Run, earlier: Any) -> None:
