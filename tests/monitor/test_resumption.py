@@ -86,7 +86,7 @@ class Run:
             self.losses.append(loss.item())
             for name, value in self.model.state_dict().items():
                 if self.first is None:
-                    self.average[name].lerp_(value, 0.1)
+                    self.average[name].lerp_(value, 0.02)
 
 
 @dataclass
@@ -275,9 +275,9 @@ def stepped_already(saved: Saved, run: Run, earlier: Any) -> None:
     """Another optimizer has trained the head before this one steps, as in a GAN."""
     run.model.load_state_dict(saved.model)
     saved.model = {}
-    other = SGD([run.model.head.weight], lr=1.0)
-    run.model.head.weight.register_hook(lambda gradient: (other.step(), gradient)[1])
     run.model.head.weight.grad = torch.ones_like(run.model.head.weight)
+    other = SGD([run.model.head.weight], lr=1.0)
+    run.model.register_forward_pre_hook(lambda *_: other.step())
 
 
 HEALTHY = {
