@@ -263,14 +263,8 @@ class Monitor(Results):
             self.scaler = found
         self._is_new = False
         torch_calls.end_seeking(self)
-        if self.recorder.is_scaled and engine is None and optimizer is not None:
-            self._leave_clips()
+        if self.clips is None and self.recorder.is_scaled and engine is None and optimizer is not None:
             self.clips = ScaledClips(self.recorder, optimizer, self.unwatched, self.source.is_loop)
-
-    def _leave_clips(self) -> None:
-        if self.clips is not None:
-            self.clips.remove()
-            self.clips = None
 
     def _not_watched(self, call: str) -> list[Finding]:
         """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
@@ -323,7 +317,8 @@ class Monitor(Results):
             self.flush()
         finally:
             self._is_paused = self.is_detached = True
-            self._leave_clips()
+            if self.clips is not None:
+                self.clips.remove()
             self.recorder.remove()
             self.responder.remove()
             endings.end(self, why)
