@@ -191,8 +191,6 @@ class StepListener:
         if optimizer is self.optimizer or self._steps_in_place(optimizer):
             self._used, self._measured, self._is_over, self._running = self._measured, None, False, None
             self._zeroed.after_step()
-        elif self._thread == threading.get_ident():
-            self._zeroed.interrupt()
 
     def _judge_passes(self) -> None:
         """Tells of backward passes that the step which begins does not use."""

@@ -64,7 +64,6 @@ class ZeroedPasses:
 
     def _begin(self) -> None:
         """The next pass is the first that the coming step may use."""
-        self._is_interrupted = False
         self._all = self._since = 0  # passes, and those since gradients were zeroed
         # Of passes that add to the same gradients: a hash of their places, and whether the last was in `no_sync()`.
         self._groups: list[tuple[int, bool]] = []
@@ -93,7 +92,7 @@ class ZeroedPasses:
         goes_on = counts and self._version == versions[0]
         self._version = versions[1] if counts else None
         self._count = self._count + were_zeroed if goes_on else 0
-        if not goes_on or self._is_interrupted:
+        if not goes_on:
             self._begin()
         self._all += 1
         self._since = 1 if were_zeroed else self._since + 1
@@ -111,10 +110,6 @@ class ZeroedPasses:
         """The gradients are others now."""
         if self.is_looking:
             self._left = _rows_of(self._gradients())
-
-    def interrupt(self) -> None:
-        """Another optimizer has stepped: the passes before may have been for its sake."""
-        self._is_interrupted = True
 
     def before_step(self) -> Zeroed | None:
         """A step is about to use the gradients. Returns what is to be told of the passes that it does not use."""

@@ -233,8 +233,8 @@ def in_evaluation(program: Program) -> None:
 
 def beside_a_rival(program: Program) -> None:
     """Another optimizer steps with what the other passes compute besides."""
-    rival = program.__dict__.setdefault("rival", torch.optim.SGD(program.model[0].parameters(), 1e-3))
-    program.optimizer.param_groups[0]["params"] = list(program.model[2].parameters())
+    rival = program.__dict__.setdefault("rival", torch.optim.SGD(program.model[2].parameters(), 1e-3))
+    program.optimizer.param_groups[0]["params"] = list(program.model[0].parameters())
     for optimizer in (rival, rival, program.optimizer):
         program.model.zero_grad()
         program.loss().backward()
