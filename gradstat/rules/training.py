@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -192,7 +193,8 @@ class OptimizerCoverage(Rule):
     changed them 16 steps later.
 
     An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
-    unless they are most of the model and were trained before, or not the model's but trained. Beside an optimizer that
+    unless they are most of the model and were trained before, are between layers of the same kind that train, or not
+    the model's but trained. Beside an optimizer that
     trains something else in turn, as in a GAN, also for those that were trainable when the monitor was made and are
     frozen in the first hundred steps.
     """
@@ -245,11 +247,13 @@ class OptimizerCoverage(Rule):
             ):  # fmt: skip
                 names = [name for name in parameters if f"{key} {name}" not in self._reported]
                 if names:
-                    if key == "frozen" and seen.step > self._first_look and _are_most(names, window):
-                        severity = self.severity
+                    inner = _inner(names, window) if key == "frozen" else []
+                    is_late = key == "frozen" and seen.step > self._first_look and _are_most(names, window)
+                    severity = self.severity if inner or is_late else severity
+                    names = [*inner, *(name for name in names if name not in inner)]
                     self._reported |= {f"{key} {name}": seen.step for name in names}
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
-                    text = f"{names[0]} {words}{more}"
+                    text = f"{names[0]} {words}{', between layers that train' * bool(inner)}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
 
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
@@ -279,6 +283,33 @@ class OptimizerCoverage(Rule):
             yield self.found(
                 self._first_look, names[0], text, "parameter", causes=_NOT_THAWED, advice=_THAW, parameters=names[:20]
             )
+
+
+def _inner(frozen: list[str], window: Window) -> list[str]:
+    """The weights among ``frozen`` that have twins with gradients on both sides, by the numbers in their names.
+
+    To train some layers only, one freezes the first ones, or all but the last, or gives adapters other names.
+    """
+    gradients, parameters = window.latest.get("gradient"), window.latest.get("parameter")
+    if gradients is None or parameters is None:
+        return []
+    weights = {name for name, is_one in zip(parameters.names, parameters.tensors.matrices, strict=True) if is_one}
+    trained: dict[str, list[list[int]]] = {}
+    for i in np.flatnonzero(gradients.present[-1]).tolist():
+        kind, numbers = _numbered(gradients.names[i])
+        trained.setdefault(kind, []).append(numbers)
+    inner = []
+    for name in weights.intersection(frozen):
+        kind, numbers = _numbered(name)
+        twins = trained.get(kind, [])
+        if twins and min(twins) < numbers < max(twins):
+            inner.append(name)
+    return sorted(inner, key=frozen.index)
+
+
+def _numbered(name: str) -> tuple[str, list[int]]:
+    """A name without the numbers in it, and these."""
+    return re.sub(r"\d+", "", name), list(map(int, re.findall(r"\d+", name)))
 
 
 def _are_most(names: list[str], window: Window) -> bool:

@@ -225,6 +225,30 @@ def test_a_nan_that_came_after_all_was_finite_again_is_no_consequence() -> None:
     assert errors == [("nonfinite-gradient", 3), ("nonfinite-parameter", 25)]
 
 
+@pytest.mark.parametrize(
+    ("frozen", "told"),
+    [
+        (("2.", "4."), "warning 2.weight between layers that train"),
+        (("0.", "2."), "info 0.weight"),  # as for transfer learning
+        (("4.", "6."), "info 4.weight"),
+        (("0.", "2.", "6."), "info 0.weight"),
+        (("2.bias",), "info 2.bias"),
+    ],
+)
+def test_layers_that_are_frozen_between_others_are_a_warning(frozen: tuple[str, ...], told: str) -> None:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.ReLU())))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradstat.Monitor(model, optimizer, on_anomaly="record") as monitor:
+        monitor.step(backpropagated(optimizer, model(torch.randn(8, 8)).square().mean()))
+    severity, name, *words = told.split()
+    (found,) = (finding for finding in monitor.findings if finding.rule == "optimizer-coverage")
+    assert (found.severity, found.name) == (severity, name)
+    assert " ".join(words) in found.text
+    assert ("between" in found.text) == bool(words)
+
+
 def test_a_frozen_integer_parameter_is_no_matter() -> None:
     model, _, _ = made()
     model.seed = nn.Parameter(torch.arange(3), requires_grad=False)
