@@ -171,7 +171,7 @@ class Monitor(Results):
         fused. For one thread: calls of another wait. After `detach` it only warns, once.
 
         Args:
-            loss: The loss: a tensor of one element, or a number.
+            loss: The loss: a tensor of one element, or a number. The graph of the first one tells more than its value.
             lr: The learning rate; None takes that of the optimizer's first group.
             scalars: More numbers of this step by name, such as an entropy: recorded, shown, and compared with golden
                 runs. A `gradstat.rules.LossSpike` with ``series`` judges one.
