@@ -60,10 +60,15 @@ class OptimizerStates(Probe):
 
 
 def parameters_of(named: NamedParameters) -> list[Part]:
-    """The parameters, but for frozen integers, as Keras keeps the state of a generator in one."""
+    """The parameters, but for frozen integers of more than 8 bits: Keras keeps the state of a generator in one."""
     triples = zip(named.names(), named.parameters, own_shards(named), strict=True)
-    kept = {name: shard for name, p, shard in triples if p.requires_grad or p.is_floating_point() or p.is_complex()}
+    kept = {name: shard for name, parameter, shard in triples if not _is_frozen_integer(parameter)}
     return [(Segment("parameter", tuple(kept)), list(kept.values()))] if kept else []
+
+
+def _is_frozen_integer(parameter: Tensor) -> bool:
+    is_integer = not (parameter.is_floating_point() or parameter.is_complex())
+    return is_integer and not parameter.requires_grad and parameter.dtype.itemsize > 1  # weights are packed in 8
 
 
 def states_of(optimizer: Optimizer, named: NamedParameters) -> list[Part]:
