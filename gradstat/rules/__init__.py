@@ -27,6 +27,7 @@ from gradstat.rules.learning_rate import LearningRateJump
 from gradstat.rules.optimizer import (
     GradientsNotZeroed,
     MomentumDrift,
+    OptimizerMemory,
     SecondMomentDrop,
     SmallSecondMoment,
     UnusedGradients,
@@ -55,6 +56,7 @@ RULES: tuple[type[Rule], ...] = (
     UnreducedGradients,
     ReplicaMismatch,
     NonfiniteOptimizerState,
+    OptimizerMemory,
     SecondMomentDrop,
     MomentumDrift,
     NonfiniteParameter,

@@ -94,10 +94,59 @@ class UnusedGradients(Rule):
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
 
 
+# No mistakes yet: a momentum that averages the gradients of the last 1,000 steps, and a second moment that averages
+# two. States that count as many steps were cleared, if so many were taken, in two looks in a row.
+_MAX_MOMENTUM, _LEAST_DECAY, _TAKEN = 0.999, 0.5, 20
+_INTERCHANGED = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many or too few",)
+
+
+class OptimizerMemory(Rule):
+    """An optimizer whose averages forget too little or too much, or whose states are cleared in each step.
+
+    Known exactly: from its settings, and from the steps that its states count, where they do so on the host.
+    """
+
+    name = "optimizer-memory"
+    explains = (
+        "parameter-jump", "exploding-gradient", "loss-spike", "momentum-drift", "second-moment-drop", "growing-weights",
+        "diverging-start", "no-learning", "unrelated-outputs",
+    )  # fmt: skip
+    causes = ("optimizer.state that is cleared, or load_state_dict() of an old state, in each step",)
+    advice = ("keep the optimizer's state from step to step",)
+
+    _cleared = carried(0)  # looks in a row
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        momentum, decay = window.run.momentum, window.run.least_decay
+        settings = (
+            (momentum > _MAX_MOMENTUM, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
+            (decay < _LEAST_DECAY, "decay", decay, "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"),
+        )
+        for is_wrong, key, value, what, usual in settings if len(window.steps) else ():
+            if is_wrong and self.begins(key, window.steps[-1]):
+                span = (
+                    f"the last {1 / (1 - value):,.0f} steps"
+                    if 0 < value < 1
+                    else "one step"
+                    if not value
+                    else "all steps"
+                )
+                follows = "a step follows the gradients of" if key == "momentum" else "it averages"
+                text = f"the {what} of the optimizer is {value:g}: {follows} {span}"
+                advice = (f"use {usual}",)
+                yield self.found(window.steps[-1], "optimizer", text, causes=_INTERCHANGED, advice=advice, value=value)
+        for seen in window.seen.get("coverage", []):
+            is_cleared = seen.value.age <= 1 and seen.value.all_steps >= _TAKEN
+            self._cleared = self._cleared + 1 if is_cleared else 0
+            if self._cleared == 2 and self.begins("cleared", seen.step):
+                text = f"the optimizer has taken {seen.value.all_steps} steps, and its state counts "
+                text += f"{seen.value.age:.0f}: something clears it in each step"
+                yield self.found(seen.step, "optimizer", text, steps=seen.value.all_steps)
+
+
 # Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not matter. A momentum
 # of 0.99 without dampening reaches 100 times a constant gradient.
 _FACTOR = 100.0
-_MAX_MOMENTUM = 0.999  # no mistake yet: it averages the gradients of the last 1,000 steps
 # The norm of all momenta over the lowest norm of gradients since they were measured before, in at least so many steps,
 # if all parameters with a gradient have one.
 _LEAST, _ENOUGH = 1e-4, 16
@@ -116,7 +165,7 @@ _SMALLER = (
 
 
 class MomentumDrift(Rule):
-    """Momentum far larger or smaller than the gradients can make it, or one that never forgets."""
+    """Momentum far larger or smaller than the gradients can make it."""
 
     name = "momentum-drift"
     quiet = 1000
@@ -131,13 +180,6 @@ class MomentumDrift(Rule):
     _lowest, _count = carried(math.inf), carried(0)  # since the momenta were measured: the lowest norm, and steps
 
     def review(self, window: Window) -> Iterable[Finding]:
-        momentum = window.run.momentum
-        if momentum > _MAX_MOMENTUM and len(window.steps) and self.begins("momentum", window.steps[-1]):
-            span = f"the last {1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
-            text = f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of {span}"
-            advice = ("use a momentum from 0.9 to 0.99",)
-            causes = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many",)
-            yield self.found(window.steps[-1], "optimizer", text, causes=causes, advice=advice, momentum=momentum)
         yield from self._small(window, window.scalars.get("finite_norm", np.empty(0)))
         norms = np.concatenate([[self._largest], window.scalars.get("finite_norm", ())])
         norms[~np.isfinite(norms)] = 0.0

@@ -170,6 +170,7 @@ class RunSettings:
         optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
         momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
+        least_decay: The smallest of its groups, as they say it, also 0; 1 if there is none.
         is_torchs: Whether the optimizer's steps are those of a class of torch, so that its states are what they are
             called.
         maximizes: Whether the optimizer maximizes.
@@ -188,6 +189,7 @@ class RunSettings:
     optimizer_eps: float = 0.0
     momentum: float = 0.0
     second_moment_decay: float = 0.0
+    least_decay: float = 1.0
     is_torchs: bool = True
     maximizes: bool = False
     has_rival: bool = False

@@ -567,6 +567,10 @@ STORIES: list[tuple[Any, ...]] = [
     ("a NaN in a state -> nonfinite-optimizer-state, error 50 a.bias: the optimizer's exp_avg of a.bias has 1 NaN",
      spoilt("exp_avg", 50, 1), rows_of("exp_avg", {0: healthy_rows()}),
      rows_of("parameter", {0: healthy_rows(2, nan=1)})),
+    ("states that are cleared -> optimizer-memory, warning 5 optimizer: has taken 200 steps, and its state counts 1",
+     covered(*[{"age": 1.0, "all_steps": steps} for steps in (100, 200, 300)]),
+     covered({"age": 1.0, "all_steps": 100}, {"age": 90.0, "all_steps": 200}, {"age": 1.0, "all_steps": 300}),
+     covered(*[{"age": 1.0, "all_steps": steps} for steps in (1, 2, 3)]), covered(*[{"all_steps": 100}] * 3)),
     ("a second moment that drops -> second-moment-drop, warning 10 x: exp_avg_sq of x has fallen to 0.38",
      adam("exp_avg_sq", [1.0, 1.0, 0.49 * 0.95**5], 5), adam("exp_avg_sq", [1.0, 1.0, 0.51 * 0.95**5], 5),
      adam("exp_avg_sq", [0.0, 0.0, 1.0], 5), adam("exp_avg", [1.0, 0.0, 0.0], 5), one("exp_avg_sq", [1.0, 1.0, 0.0], 5),
@@ -1063,17 +1067,20 @@ WEIGHT, OTHER = ([nn.Parameter(torch.ones(2))] for _ in range(2))
         (torch.optim.Adam([{"params": OTHER}, {"params": WEIGHT, "betas": (0.9999, 0.99)}]), 0.99, 0.9999, True),
         (torch.optim.SGD(WEIGHT, 0.1, momentum=0.9999), 0.0, 0.9999, True),
         (torch.optim.SGD(WEIGHT, 0.1, momentum=0.999), 0.0, 0.999, False),
+        (torch.optim.AdamW(WEIGHT, betas=(0.9, 0.0)), 0.0, 0.9, True),
+        (torch.optim.Adam(WEIGHT, betas=(0.0, 0.9)), 0.9, 0.0, False),
+        (torch.optim.RMSprop(WEIGHT, alpha=0.4), 0.4, 0.0, True),
         (torch.optim.Adagrad(WEIGHT), 0.0, 0.0, False),
         (None, 0.0, 0.0, False),
     ],
 )
-def test_decays_are_found_under_whatever_name_and_a_momentum_that_never_forgets_is_told_once(
+def test_decays_are_found_under_whatever_name_and_what_forgets_nothing_or_all_is_told_once(
     optimizer: Any, decay: float, momentum: float, is_told: bool
 ) -> None:
     settings = optimizer_settings(optimizer)
     assert (settings["second_moment_decay"], settings["momentum"]) == (decay, momentum)
     story = losses([1.0] * 40, run=RunSettings(**settings))
-    assert [found.step for found in findings(new("momentum-drift"), story.windows(9))] == [8] * is_told
+    assert [found.step for found in findings(new("optimizer-memory"), story.windows(9))] == [8] * is_told
 
 
 def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:

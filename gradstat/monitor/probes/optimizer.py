@@ -46,6 +46,7 @@ class OptimizerSteps(Probe):
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
         self.has_rival = False
         self._steps = self._version = 0  # of the optimizer; of the parameter
+        self._all_steps, self._age, self._asks_age = 0, math.inf, False
         self._stepping = unwrapped(self._optimizer)  # the one that hooks get
         self._watched: set[int] = set()
         self._trainable = {id(p) for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -76,7 +77,10 @@ class OptimizerSteps(Probe):
             self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
             return
         self._steps += 1
+        self._all_steps += 1
         parameter = None if self._follows is None else self._follows()
+        if self._asks_age and parameter is not None:
+            self._age, self._asks_age = _age_of(optimizer.state.get(parameter, {})), False
         gradient = None if parameter is None else parameter.grad
         self.run.noted.pop("not_zeroed", None)
         if self._has_used and self._has_new:
@@ -103,8 +107,13 @@ class OptimizerSteps(Probe):
     def take(self, step: Pending, named: NamedParameters) -> None:
         parameter = None if self._follows is None else self._follows()
         before, self._version = self._version, self._version if parameter is None else parameter._version
-        steps, self._steps = self._steps, 0
-        step.observe("coverage", self._coverage(named)._replace(steps=steps, changes=self._version - before))
+        steps, self._steps, self._asks_age = self._steps, 0, True
+        step.observe(
+            "coverage",
+            self._coverage(named)._replace(
+                steps=steps, changes=self._version - before, age=self._age, all_steps=self._all_steps
+            ),
+        )
 
     def _coverage(self, named: NamedParameters) -> Coverage:
         """Compares the optimizer with the watched parameters."""
@@ -148,7 +157,17 @@ class Coverage(NamedTuple):
     frozen_since: Sequence[str] = ()  # of the frozen ones, those that were trainable when the monitor was made
     steps: int = 0  # that the optimizer has taken since the last look, as far as known
     changes: int = 0  # in place since then, of one of its parameters
+    age: float = math.inf  # the steps that its states count, right after the last look; infinity if not known
+    all_steps: int = 0  # that it has taken since the monitor was made
     settings: Mapping[str, float] = MappingProxyType({})  # its weight decay and eps, by group
+
+
+def _age_of(state: Mapping[str, Any]) -> float:
+    """How many steps a parameter's state counts, if it does so on the host, where reading it waits for nothing."""
+    steps = state.get("step")
+    if isinstance(steps, Tensor):
+        steps = float(steps) if steps.is_cpu and steps.numel() == 1 else None
+    return float(steps) if isinstance(steps, int | float) else math.inf
 
 
 def _may_have_hook(parameter: Tensor) -> bool:
@@ -179,17 +198,19 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
     groups = [] if optimizer is None else optimizer.param_groups
     makers = [kind.__module__ for kind in type(optimizer).__mro__ if "step" in vars(kind)]
     is_torchs = bool(makers) and makers[0].startswith("torch.")
-    momenta, decays = [0.0], []
+    momenta, given = [0.0], list[Any]()
     for group in groups:
         betas = group.get("betas")
         first, *others = betas if isinstance(betas, tuple | list) and betas else (group.get("momentum"), None)
         momenta.append(_number(first))
-        decays += [_number(group.get("alpha", group.get("rho")) if other is None else other) for other in others]
+        given += [group.get("alpha", group.get("rho")) if other is None else other for other in others]
+    decays = list(map(_number, given))
     return {
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
         "momentum": max(momenta),
         # Per step (beta2), the smallest of all groups; 0 if one is not known.
         "second_moment_decay": min(decays) if is_torchs and decays and all(0 < decay < 1 for decay in decays) else 0.0,
+        "least_decay": min((float(one) for one in given if is_torchs and isinstance(one, int | float)), default=1.0),
         "is_torchs": is_torchs,
         "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
