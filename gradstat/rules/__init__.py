@@ -22,7 +22,7 @@ from gradstat.rules.finite import (
     NonfiniteParameter,
 )
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
-from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, ShrinkingWeights
+from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, ShrinkingWeights, TinySteps
 from gradstat.rules.learning_rate import LearningRateJump
 from gradstat.rules.optimizer import (
     GradientsNotZeroed,
@@ -89,6 +89,7 @@ RULES: tuple[type[Rule], ...] = (
     DivergingStart,
     GrowingWeights,
     ShrinkingWeights,
+    TinySteps,
     NoLearning,
     RawTargets,
     UnrelatedOutputs,

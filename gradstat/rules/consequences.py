@@ -15,6 +15,7 @@ from gradstat.rules.rows import Window
 
 # What is inferred follows from what was seen within so many steps before it. A convention of gradstat.
 _WITHIN = 100
+_KEPT = 100  # findings that may explain others, which may have begun long before they are told
 
 _by_step = attrgetter("step")
 
@@ -55,15 +56,13 @@ class Consequences:
 
     def forget(self) -> None:
         """Forgets all findings so far."""
-        self._seen: list[Finding] = []  # of the last steps, that may explain others
+        self._seen: list[Finding] = []  # that may explain others
         self._nonfinite: Finding | None = None  # the cause of what is not finite
         self._healthy_at = -1  # the last step with a finite loss and finite gradients
 
     def marked(self, findings: Sequence[Finding], window: Window) -> list[Finding]:
         """``findings`` of the ``window``, ordered by step."""
-        self._seen += (finding for finding in findings if self._explains.get(finding.rule))
-        if len(window.steps):
-            self._seen = [cause for cause in self._seen if window.steps[0] - cause.step <= 2 * _WITHIN]
+        self._seen = [*self._seen, *(finding for finding in findings if self._explains.get(finding.rule))][-_KEPT:]
         return explained(self._folded(findings, window), self._seen, self._explains)
 
     def _folded(self, findings: Sequence[Finding], window: Window) -> list[Finding]:

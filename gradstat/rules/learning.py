@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
@@ -25,6 +26,8 @@ from gradstat.rules.course import (
 )
 from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Window
+
+_SCALED = "a loss, or gradients, multiplied by almost 0"
 
 
 class NegativeLoss(TargetsRule):
@@ -120,6 +123,49 @@ class ShrinkingWeights(_ChangedWeights):
 
     def _share(self, grown: float, window: Window, step: int) -> float:
         return FLAT if grown < 1 else 0.0
+
+
+class TinySteps(LearningRule):
+    """Steps so small that weights cannot have moved by 0.2 % of their norm, and the loss is what it was.
+
+    Known exactly, for SGD and optimizers whose steps the learning rate bounds. It is judged once, after 192 losses.
+    """
+
+    name = "tiny-steps"
+    explains = ("no-learning", "unrelated-outputs", "unchanged-parameter")
+    causes = ("a learning rate far too low for this optimizer, or a warm-up that hardly rises",)
+    advice = ("raise the learning rate, by a factor of ten at first",)
+
+    # The share of the norm of weights, and of the first losses that the last ones still are.
+    _MOVED, _FLAT = 2e-3, 0.99
+    _STEPS = 192
+
+    _norm, _numel, _moved = carried(math.nan), carried(0.0), carried(0.0)  # of weights, at first; what bounds all steps
+
+    def judge(self, window: Window) -> Iterable[Finding]:
+        parameters, run = window.measured.get("parameter"), window.run
+        if parameters is not None and math.isnan(self._norm):
+            self._norm = parameters.norm_of_matrices[0]
+            self._numel = float(parameters.tensors.numel[parameters.tensors.matrices].sum())
+        nothing = np.zeros(len(window.steps))
+        groups = (values for name, values in window.scalars.items() if name.partition("[")[0] == "lr")
+        rates = np.nan_to_num(functools.reduce(np.fmax, groups, nothing))
+        norms = np.nan_to_num(window.scalars.get("finite_norm", nothing)) / max(1 - run.momentum, 1e-3)
+        self._moved += float((rates * (norms if run.step_size == "gradient" else math.sqrt(self._numel))).sum())
+        for row in self._follow(window):
+            if self._count >= self._STEPS:
+                self._is_over = True
+                if run.step_size and not run.has_rival:
+                    yield from self._judge_moves(window.value("lr", row), run.step_size)
+                return
+
+    def _judge_moves(self, rate: float, step_size: str) -> Iterator[Finding]:
+        moved, first, now = self._moved / self._norm, median(self._first[:SPAN]), median(self._recent)
+        if 0 < moved < self._MOVED and now > self._FLAT * first > 0:
+            text = f"the weights cannot have moved by more than {moved:.1g} of their norm in {self._count} steps, at a "
+            text += f"learning rate of {rate:.3g}; the loss began at {first:.4g} and is {now:.4g}"
+            causes = (*self.causes, _SCALED) if step_size == "gradient" else self.causes
+            yield from self._told(0, "lr", text, causes=causes, moved=moved, lr=rate)
 
 
 class NoLearning(LearningRule):

@@ -171,6 +171,8 @@ class RunSettings:
         momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
         least_decay: The smallest of its groups, as they say it, also 0; 1 if there is none.
+        step_size: What bounds a step of the optimizer: ``"rate"``, each element by the learning rate, as Adam's, or
+            ``"gradient"``, times the rate, as SGD's; empty if not known.
         is_torchs: Whether the optimizer's steps are those of a class of torch, so that its states are what they are
             called.
         maximizes: Whether the optimizer maximizes.
@@ -190,6 +192,7 @@ class RunSettings:
     momentum: float = 0.0
     second_moment_decay: float = 0.0
     least_decay: float = 1.0
+    step_size: str = ""
     is_torchs: bool = True
     maximizes: bool = False
     has_rival: bool = False

@@ -350,6 +350,12 @@ def resized(*sizes: float, changes: Sequence[float] = WRITTEN) -> Story:
     return written(EACH, EACH, changes, loss=1.0, sizes=sizes)
 
 
+def creeping(rate: float, losses: Sequence[float] = (2.1,) * 192, norm: float = 1.0, **run: Any) -> Story:
+    """Like `learning`, with weights that have a norm of 2.26 and 128 elements, a learning rate and a gradient norm."""
+    constant = {"lr": [rate] * len(losses), "finite_norm": [norm] * len(losses)}
+    return replace(learning(losses, weights=(0.2, 0.2), **constant), run=RunSettings(**{"step_size": "rate", **run}))
+
+
 def learning(
     losses: Sequence[float],
     mean: float = 0.0,
@@ -839,6 +845,12 @@ STORIES: list[tuple[Any, ...]] = [
      learning([1.8] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.1, 0.4, 0.1)),
      learning([1.7] * 64, weights=(12.0, 12.0), later=(2.5, 2.5, 2.5))),
+    ("a rate far too low -> tiny-steps, warning 0 lr: cannot have moved by more than 0.002 of their norm in 192 steps",
+     creeping(2e-6), creeping(2.2e-6), creeping(2e-6, (2.1,) * 191), creeping(2e-6, (2.1,) * 96 + (2.0,) * 96),
+     creeping(2e-6, step_size=""), creeping(2e-6, has_rival=True), creeping(0.0), creeping(2e-6, (-2.1,) * 192)),
+    ("gradients far too small -> tiny-steps, warning 0 lr: at a learning rate of 0.01; the loss began at 2.1",
+     creeping(0.01, norm=0.0023, step_size="gradient"), creeping(0.01, norm=0.0024, step_size="gradient"),
+     creeping(0.01, norm=0.0023, step_size="gradient", momentum=0.9)),
     ("weights that begin small -> tiny-weights, warning 0 a.weight: the median weight begins 0.02 times as large",
      learning([2.1] * 48, weights=(0.007, 0.007)), learning([2.1] * 48, weights=(0.0072, 0.0072)),
      learning([2.1] * 47, weights=(0.007, 0.007)), learning([2.0] * 48, weights=(0.007, 0.007))),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -193,6 +193,12 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
+_STEP_SIZES = (
+    ((optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad), "rate"),
+    (optim.SGD, "gradient"),
+)
+
+
 def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
     """The fields of `RunSettings` that describe an optimizer."""
     groups = [] if optimizer is None else optimizer.param_groups
@@ -211,6 +217,7 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
         # Per step (beta2), the smallest of all groups; 0 if one is not known.
         "second_moment_decay": min(decays) if is_torchs and decays and all(0 < decay < 1 for decay in decays) else 0.0,
         "least_decay": min((float(one) for one in given if is_torchs and isinstance(one, int | float)), default=1.0),
+        "step_size": next((size for kinds, size in _STEP_SIZES if is_torchs and isinstance(optimizer, kinds)), ""),
         "is_torchs": is_torchs,
         "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
