@@ -114,8 +114,9 @@ class ConstantFeature(LastingRule):
     """Features that are the same in every sample of a batch.
 
     Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
-    are. A tensor of a single value never counts: it is a mask or the like. Integers, such as tokens, only count if the
-    samples are the same in all inputs, since those of positions and masks may be.
+    are. A tensor of a single value never counts: it is a mask or the like. Nor do samples that are all the same in one
+    input of the model while they vary in another: they may be places, as those of a grid. Integers, such as tokens,
+    only count if the samples are the same in all inputs, since those of positions and masks may be.
     """
 
     name = "constant-feature"
@@ -124,7 +125,9 @@ class ConstantFeature(LastingRule):
     advice = ("look at these features in the data loader's output", "leave constant columns out")
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        is_constant = rows.mean > _SHARE
+        of_model = np.array([name.startswith("input") for name in rows.names])
+        is_beside = (of_model & (rows.mean < 1)).any(1, keepdims=True) & of_model & (rows.mean == 1)
+        is_constant = (rows.mean > _SHARE) & ~is_beside
         for row, i in zip(*is_constant.nonzero(), strict=True):
             is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
         needed = np.where(rows.mean == 1, _ALL_THE_SAME, _MEASUREMENTS)

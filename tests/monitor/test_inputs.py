@@ -136,6 +136,23 @@ def inputs(batch: Batch) -> list[Finding]:
     return of_rules(run(batch, 101), *INPUT_RULES)
 
 
+class OnGrid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.values = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, grid: Tensor, values: Tensor | None) -> Tensor:
+        return self.places(grid) + (0 if values is None else self.values(values))
+
+
+def on_a_grid(varies: bool) -> list[Finding]:
+    """Places that are the same in all samples, as the model's first input, and what was measured there if it varies."""
+    torch.manual_seed(0)
+    model, grid = OnGrid(), torch.linspace(-1, 1, 6).repeat(16, 1)
+    loss = lambda step: (model(grid, normal(step) if varies else None) - normal(step)).square().mean()  # noqa: E731
+    return of_rules(trained(model, loss, 101, sgd(model)), "constant-feature")
+
+
 def tokens(batch: Batch, model: nn.Module | None = None, lr: float = 0.1, **options: Any) -> list[Finding]:
     """What is told of an embedding, or another model, by its gradients."""
     torch.manual_seed(0)
@@ -434,6 +451,8 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "equal -> batch-range, warning 40 input[0]: input[0] is 0.1 everywhere":
         lambda: inputs(from_step(40, lambda x: torch.full_like(x, 0.1))),
     "one sample -> constant-feature, warning 0 input[0]": lambda: inputs(lambda step: normal(step)[:1].repeat(16, 1)),
+    "a grid beside what was measured on it -> nothing": lambda: on_a_grid(varies=True),
+    "a grid alone -> constant-feature, warning 0 input[0]": lambda: on_a_grid(varies=False),
     "one batch -> repeated-batch, warning 60 input[0]": lambda: inputs(lambda step: normal(min(step, 60))),
     "all data in one batch -> nothing": lambda: inputs(lambda step: normal(0)),
     "now large, now small -> nothing": lambda: inputs(lambda step: normal(step) * (1 + step % 7) ** 2),
