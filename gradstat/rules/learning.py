@@ -126,7 +126,7 @@ class ShrinkingWeights(_ChangedWeights):
 
 
 class TinySteps(LearningRule):
-    """Steps so small that weights cannot have moved by 0.2 % of their norm, and the loss is what it was.
+    """Steps so small that trained weights cannot have moved by 0.2 % of their norm, and the loss is what it was.
 
     Known exactly, for SGD and optimizers whose steps the learning rate bounds. It is judged once, after 192 losses.
     """
@@ -143,10 +143,12 @@ class TinySteps(LearningRule):
     _norm, _numel, _moved = carried(math.nan), carried(0.0), carried(0.0)  # of weights, at first; what bounds all steps
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        parameters, run = window.measured.get("parameter"), window.run
-        if parameters is not None and math.isnan(self._norm):
-            self._norm = parameters.norm_of_matrices[0]
-            self._numel = float(parameters.tensors.numel[parameters.tensors.matrices].sum())
+        parameters, gradients = window.measured.get("parameter"), window.latest.get("gradient")
+        run = window.run
+        if parameters is not None and gradients is not None and math.isnan(self._norm):
+            trained = parameters.tensors.matrices & gradients.of(parameters.names).present[-1]
+            self._norm = math.hypot(*parameters.l2_norm[0, trained].tolist())
+            self._numel = float(parameters.tensors.numel[trained].sum())
         nothing = np.zeros(len(window.steps))
         groups = (values for name, values in window.scalars.items() if name.partition("[")[0] == "lr")
         rates = np.nan_to_num(functools.reduce(np.fmax, groups, nothing))
@@ -155,7 +157,7 @@ class TinySteps(LearningRule):
         for row in self._follow(window):
             if self._count >= self._STEPS:
                 self._is_over = True
-                if run.step_size and not run.has_rival:
+                if run.step_size and self._norm > 0 and not run.has_rival:
                     yield from self._judge_moves(window.value("lr", row), run.step_size)
                 return
 

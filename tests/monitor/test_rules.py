@@ -847,7 +847,7 @@ STORIES: list[tuple[Any, ...]] = [
      learning([1.7] * 64, weights=(12.0, 12.0), later=(2.5, 2.5, 2.5))),
     ("a rate far too low -> tiny-steps, warning 0 lr: cannot have moved by more than 0.002 of their norm in 192 steps",
      creeping(2e-6), creeping(2.2e-6), creeping(2e-6, (2.1,) * 191), creeping(2e-6, (2.1,) * 96 + (2.0,) * 96),
-     creeping(2e-6, step_size=""), creeping(2e-6, has_rival=True), creeping(0.0), creeping(2e-6, (-2.1,) * 192)),
+     creeping(2e-6, step_size=""), creeping(2e-6, has_rival=True), learning((2.1,) * 192, lr=[2e-6] * 192), creeping(0.0), creeping(2e-6, (-2.1,) * 192)),
     ("gradients far too small -> tiny-steps, warning 0 lr: at a learning rate of 0.01; the loss began at 2.1",
      creeping(0.01, norm=0.0023, step_size="gradient"), creeping(0.01, norm=0.0024, step_size="gradient"),
      creeping(0.01, norm=0.0023, step_size="gradient", momentum=0.9)),
