@@ -111,7 +111,8 @@ class _FirstLosses(LearningRule):
             self._is_over = True
             if self._classes:
                 usual, first = math.log(self._classes), abs(self._first[0])
-                yield from self._begun(first, first / self._labels if first > self._labels * usual / 2 else first)
+                labels = max(self._labels, 1)  # a state may hold anything
+                yield from self._begun(first, first / labels if first > labels * usual / 2 else first)
             return
 
     def _begun(self, first: float, each: float) -> Iterator[Finding]:

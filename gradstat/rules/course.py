@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gradstat.recording.findings import Finding
@@ -50,6 +50,10 @@ class LearningRule(Rule):
     _first, _recent = carried(list[float]()), carried(list[float]())
     _until = carried(-1)  # the last step of which `_follow` has taken the loss
     _rate, _is_warm_up = carried(math.nan), carried(False)  # whether it has risen in the last `SOON` steps
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._classes = max(self._classes, 0)  # a state may hold anything
 
     def review(self, window: Window) -> Iterable[Finding]:
         return () if self._is_over or not window.losses.steps else self.judge(window)

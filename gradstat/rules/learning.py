@@ -153,7 +153,9 @@ class TinySteps(LearningRule):
         groups = (values for name, values in window.scalars.items() if name.partition("[")[0] == "lr")
         rates = np.nan_to_num(functools.reduce(np.fmax, groups, nothing))
         norms = np.nan_to_num(window.scalars.get("finite_norm", nothing)) / max(1 - run.momentum, 1e-3)
-        self._moved += float((rates * (norms if run.step_size == "gradient" else math.sqrt(self._numel))).sum())
+        self._moved += float(
+            (rates * (norms if run.step_size == "gradient" else math.sqrt(max(self._numel, 0.0)))).sum()
+        )
         for row in self._follow(window):
             if self._count >= self._STEPS:
                 self._is_over = True
