@@ -21,6 +21,11 @@ peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in
 Streams = tuple[torch.Stream, ...]
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, whose numbers cannot be waited for. Initialises nothing."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def streams_of(tensors: Iterable[Tensor]) -> Streams:
     """The streams that ``tensors`` are being filled on, to be made current again when their numbers are read.
 

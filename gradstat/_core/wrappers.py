@@ -1,7 +1,8 @@
-"""Unwraps models: from torch.compile's module and from DDP; and whether a DDP module is joining."""
+"""Unwraps models: from torch.compile's module and from DDP; and what holds of ranks: which this is, who is joining."""
 
 from __future__ import annotations
 
+import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +17,13 @@ def is_joining(model: Module) -> bool:
     """Whether this is inside of the ``join()`` of a DDP module, where ranks take fewer steps."""
     config = getattr(uncompiled(model), "_join_config", None)
     return config is not None and bool(config.enable)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """The rank of this process and how many there are: 0 and 1 for one that trains alone."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def without_ddp(model: Module) -> Module:

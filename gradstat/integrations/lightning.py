@@ -25,6 +25,7 @@ from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations._handle import Handle, Watched, require_framework
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
+from gradstat.monitor.probes.optimizer import ids_of
 from gradstat.patch import Layer
 from gradstat.replay import RngState
 
@@ -166,7 +167,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Watched:
         model: nn.Module = module
         if len(trainer.optimizers) > 1:
-            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = ids_of(optimizer)
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in trained)
         elif self.watch.get("origin") or engine_name_of(trainer.strategy) == "DeepSpeed":
             model = trainer.strategy.model  # the DDP module, or the engine

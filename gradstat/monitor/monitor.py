@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core.compiling import never_traced
+from gradstat._core.host_copy import is_capturing
 from gradstat._core.parameters import Trained
 from gradstat._core.warn import not_replacing, warn
 from gradstat._step import torch_calls
@@ -325,7 +325,7 @@ class Monitor(Results):
 
     def __del__(self) -> None:
         if self.is_open and not sys.is_finalizing():
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            if is_capturing():
                 self.reviewer.drop_pending()  # their numbers cannot be waited for
             endings.end(self, "nothing referred to the monitor any more")
 

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from gradstat._core import native
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, Trained, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
-from gradstat._core.wrappers import uncompiled, without_ddp
+from gradstat._core.wrappers import rank_and_size, uncompiled, without_ddp
 from gradstat._step import loss_scale
 from gradstat.check import check_tensors
 from gradstat.guard import checked_value, last_guards
@@ -333,8 +332,7 @@ class Recorder:
     @property
     def origin_is_unknown(self) -> bool:
         """Whether gradients are reduced over ranks without recording which rank produced NaN."""
-        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        if is_alone or torch.distributed.get_world_size() == 1 or self._probe(Origin) is not None:
+        if rank_and_size()[1] == 1 or self._probe(Origin) is not None:
             return False
         return not is_distributed(self.trained.named_parameters().parameters)
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from gradstat._core.wrappers import rank_and_size
 from gradstat.guard import SpikeGuard, state_tensor_of
 from gradstat.monitor.arguments import Settings
 from gradstat.monitor.diagnosis import Diagnosis
@@ -202,7 +201,6 @@ class Results:
 
     def __repr__(self) -> str:
         name = type(self.recorder.inner).__name__
-        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        is_compared = is_alone or self.settings.periods["replicas"] > 0 or torch.distributed.get_world_size() == 1
+        is_compared = self.settings.periods["replicas"] > 0 or rank_and_size()[1] == 1
         unknown = "" if is_compared else ", replicas not compared: watch={'replicas': n}"
         return f"Monitor({name}, {self.steps} steps, {len(self.findings)} findings{unknown})"

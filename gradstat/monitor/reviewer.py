@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradstat._core.host_copy import is_capturing
 from gradstat._core.tensors import is_uninitialized
 from gradstat._core.warn import QUIET
 from gradstat._version import __version__
@@ -168,8 +169,7 @@ class Reviewer:
     def review_end(self) -> None:
         """Reviews the parameters as the last step has left them. The program may have died of them in the next."""
         were_measured = any(kind.partition(".")[0] == "parameter" for kind in self.log.latest)
-        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if is_capturing or not were_measured:
+        if is_capturing() or not were_measured:
             return
         with self._unwatched.suppress_errors(self.steps, "parameters could not be measured at the end"):
             numbers = self._recorder.measure_parameters(self.steps)

@@ -13,6 +13,7 @@ from gradstat._core.announce import Closure
 from gradstat._step import torch_calls
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.optimizers import unwrapped
+from gradstat.monitor.probes.optimizer import ids_of
 from gradstat.monitor.recorder import Recorder
 from gradstat.monitor.unwatched import Unwatched
 
@@ -35,7 +36,7 @@ class ScaledClips:
         """For the scaler of ``recorder``; unless it ``listens``, another listener passes on what that one hears."""
         self.optimizer, self._recorder, self._scaler = unwrapped(optimizer), recorder, recorder.scaler
         self._unwatched = unwatched
-        self._watched = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._watched = ids_of(optimizer)
         self._thread, self._left, self.is_over = threading.get_ident(), _STEPS, False
         self._clipped: set[int] = set()  # ids of parameters whose gradients were clipped since the step was measured
         self._limit: Any = None

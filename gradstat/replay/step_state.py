@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from gradstat._core.hooks import Hook, hook_forward, removed_with
+from gradstat._core.host_copy import is_capturing
 
 # Running statistics change without a new version, so buffers up to this size are always copied. Larger ones are masks
 # and tables.
@@ -144,7 +145,7 @@ class StepStateKeeper:
     def _before_forward(self, model: Module, _inputs: Any) -> None:
         if in_backward() or is_replaying() or is_evaluation(model):
             return
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return  # copies would become part of the graph
         if self._ended:
             self.begin_step()

@@ -15,7 +15,7 @@ from gradstat.rules.rows import Window
 
 # What is inferred follows from what was seen within so many steps before it. A convention of gradstat.
 _WITHIN = 100
-_KEPT = 100  # findings that may explain others, which may have begun long before they are told
+_MOST = 100  # findings that may explain others, which may have begun long before they are told
 
 _by_step = attrgetter("step")
 
@@ -62,7 +62,7 @@ class Consequences:
 
     def marked(self, findings: Sequence[Finding], window: Window) -> list[Finding]:
         """``findings`` of the ``window``, ordered by step."""
-        self._seen = [*self._seen, *(finding for finding in findings if self._explains.get(finding.rule))][-_KEPT:]
+        self._seen = [*self._seen, *(finding for finding in findings if self._explains.get(finding.rule))][-_MOST:]
         return explained(self._folded(findings, window), self._seen, self._explains)
 
     def _folded(self, findings: Sequence[Finding], window: Window) -> list[Finding]:

@@ -194,9 +194,8 @@ class OptimizerCoverage(Rule):
 
     An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
     unless they are most of the model and were trained before, are between layers of the same kind that train, or not
-    the model's but trained. Beside an optimizer that
-    trains something else in turn, as in a GAN, also for those that were trainable when the monitor was made and are
-    frozen in the first hundred steps.
+    the model's but trained. Beside an optimizer that trains something else in turn, as in a GAN, also for those that
+    were trainable when the monitor was made and are frozen in the first hundred steps.
     """
 
     name = "optimizer-coverage"

@@ -17,6 +17,7 @@ from gradstat._core.host_copy import HostRows
 from gradstat._core.measure import measure
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_distributed
+from gradstat._core.wrappers import rank_and_size
 from gradstat._step.optimizers import unwrapped
 from gradstat.monitor.probes.base import Pending, Probe, Run, is_plain
 from gradstat.monitor.probes.optimizer import ids_of
@@ -73,8 +74,7 @@ class Restored(Probe):
         of_dtypes = [(t.numel(), p.eps, p.eps * p.smallest_normal) for t, p in zip(tensors, precision, strict=True)]
         optimizer = self.run.settings.optimizer
         maker = "" if optimizer is None else type(unwrapped(optimizer)).__name__
-        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        rank, ranks = (0, 1) if is_alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+        rank, ranks = rank_and_size()
 
         def contents() -> Contents:
             table = rows.table()
