@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from gradstat import monitor as monitor
     from gradstat.accumulation import AccumulationReport, MicroBatches
     from gradstat.automatic import AutoHandle, auto
+    from gradstat.lowprecision import QUANTIZATION_FIELDS, quantization_stats
     from gradstat.monitor import Monitor
     from gradstat.patch import patch_torch
 
 __all__ = [
     "AGC",
     "FIELDS",
+    "QUANTIZATION_FIELDS",
     "AccumulationReport",
     "AdaGC",
     "AutoClip",
@@ -62,6 +64,7 @@ __all__ = [
     "get_total_norm",
     "guarded_step",
     "patch_torch",
+    "quantization_stats",
     "stats",
     "step_counters",
 ]
@@ -74,10 +77,12 @@ _LAZY = {
     "AutoHandle": "automatic",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
+    "QUANTIZATION_FIELDS": "lowprecision",
     "auto": "automatic",
     "distributed": None,
     "monitor": None,
     "patch_torch": "patch",
+    "quantization_stats": "lowprecision",
 }
 
 

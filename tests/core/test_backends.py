@@ -173,7 +173,7 @@ def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
 LAYERS = {
     "gradstat": """
         _fields _torch_version _version | kernels | _core | tensor_stats | report | check
-        | clip accumulation | adaptive patch counters | guard | _step | step amp
+        | clip accumulation | adaptive patch counters lowprecision | guard | _step | step amp
         | distributed recording replay | rules | monitor | automatic | __init__
         | bench integrations pytest_plugin | demo | __main__
     """,

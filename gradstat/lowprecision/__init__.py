@@ -1,0 +1,5 @@
+"""What tensors would lose in eight and in four bits: statistics of quantization."""
+
+from gradstat.lowprecision.stats import QUANTIZATION_FIELDS, quantization_stats
+
+__all__ = ["QUANTIZATION_FIELDS", "quantization_stats"]

@@ -1,0 +1,118 @@
+"""The formats of eight and of four bits: their elements, their blocks, and the rules of their scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ScaleRule = Literal["float32", "floor", "ceil", "two-level"]
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A floating-point type of a few bits, with a sign, subnormal numbers and round to nearest even.
+
+    Attributes:
+        name: Its bits of exponent and mantissa, as ``E4M3``.
+        mantissa: The bits of its mantissa that are stored.
+        least_exponent: The exponent of its smallest normal number.
+        largest: Its largest finite number.
+    """
+
+    name: str
+    mantissa: int
+    least_exponent: int
+    largest: float
+
+    @property
+    def greatest_exponent(self) -> int:
+        """The exponent of `largest`."""
+        return int(self.largest).bit_length() - 1
+
+
+# E4M3 has no Inf and one NaN (float8_e4m3fn), E2M1 has neither.
+E4M3 = Element("E4M3", mantissa=3, least_exponent=-6, largest=448.0)
+E5M2 = Element("E5M2", mantissa=2, least_exponent=-14, largest=57344.0)
+E2M1 = Element("E2M1", mantissa=1, least_exponent=0, largest=6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: elements that share a scale in blocks.
+
+    A number x of a block is stored as x divided by the block's scale, rounded to the nearest element, halves to even; a
+    magnitude that would round to more than the largest element is stored as the largest.
+
+    The rules of the scale, from the block's largest finite magnitude amax:
+
+    - ``float32``: 1 / m with the multiplier m = largest / amax, both rounded to float32; m is the largest float32 where
+      the quotient is infinite. Elements are multiplied by m.
+    - ``floor``: the power of two 2**(floor(log2(amax)) - greatest exponent of the elements), in E8M0, so at least
+      2**-127. A block's largest magnitudes may saturate.
+    - ``ceil``: the least power of two that is not below amax / largest, in E8M0. Nothing saturates.
+    - ``two-level``: the tensor's multiplier is m = 448 * 6 / amax of the whole tensor, rounded to float32 and at most
+      the largest float32. A block's scale is amax * (m / 6), rounded to E4M3, divided by m. Where it rounds to zero
+      the whole block becomes zero.
+
+    Attributes:
+        name: The name by which functions take it.
+        element: The type of its elements.
+        block: How many consecutive elements share a scale; 0 for all elements of a tensor.
+        rule: The rule of the scale.
+        source: Who defines it.
+        weight_block: The side of the square tiles that share a scale in weights; 0 if weights have the same blocks.
+    """
+
+    name: str
+    element: Element
+    block: int
+    rule: ScaleRule
+    source: str
+    weight_block: int = 0
+
+
+_TENSOR = "TransformerEngine's Float8CurrentScaling (compute_scale_from_amax)"
+_OCP = "OCP Microscaling Formats (MX) Specification v1.0, section 6.3"
+
+FORMATS: dict[str, Format] = {
+    made.name: made
+    for made in (
+        Format("e4m3", E4M3, 0, "float32", _TENSOR),
+        Format("e5m2", E5M2, 0, "float32", _TENSOR),
+        Format(
+            "e4m3-128",
+            E4M3,
+            128,
+            "float32",
+            "DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2; scale as TransformerEngine's "
+            "Float8BlockScaling with float32 scales",
+            weight_block=128,
+        ),
+        Format("mxfp8", E4M3, 32, "floor", _OCP),
+        Format(
+            "mxfp8-rceil",
+            E4M3,
+            32,
+            "ceil",
+            "Recipes for Pre-training LLMs with MXFP8 (arXiv 2506.08027), and cuBLAS, 1D block quantization",
+        ),
+        Format("mxfp4", E2M1, 32, "floor", _OCP),
+        Format(
+            "nvfp4",
+            E2M1,
+            16,
+            "two-level",
+            "Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), appendix C, and TransformerEngine's "
+            "NVFP4BlockScaling",
+            weight_block=16,
+        ),
+    )
+}
+"""The formats by name."""
+
+
+def format_of(name: str) -> Format:
+    """The format of this name. ValueError, which lists the names, if there is none."""
+    if name not in FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]
