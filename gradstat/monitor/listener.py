@@ -135,13 +135,13 @@ class StepListener:
                 self._measured = None
                 self._roots += [loss.detach().reshape(()) for loss in losses]
                 self._recorder.saw_loss(losses)
-        self._tell(zeroed)
-
-    def _tell(self, zeroed: Zeroed | None) -> None:
-        """Lets the monitor respond to passes that no step uses."""
         if zeroed is not None:
-            seen = [Observation("unused", self.monitor.steps - zeroed.steps, zeroed)]
-            self.monitor.responder.respond_to(self.monitor, seen)
+            self._tell(zeroed)
+
+    def _tell(self, zeroed: Zeroed) -> None:
+        """Lets the monitor respond to passes that no step uses."""
+        seen = [Observation("unused", self.monitor.steps - zeroed.steps, zeroed)]
+        self.monitor.responder.respond_to(self.monitor, seen)
 
     def backward_failed(self, error: BaseException) -> None:
         """Keeps what ended the run, unless it goes on."""
@@ -195,9 +195,12 @@ class StepListener:
     def _judge_passes(self) -> None:
         """Tells of backward passes that the step which begins does not use."""
         zeroed = None
-        with self._contained():
+        try:
             zeroed = self._zeroed.before_step()
-        self._tell(zeroed)
+        except Exception:
+            self.monitor.unwatched.report_failure(self.monitor.steps, _CLIPS)
+        if zeroed is not None:
+            self._tell(zeroed)
 
     # Steps -----------------------------------------------------------------------------------------------
 
