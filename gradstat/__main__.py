@@ -65,13 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = Parser(prog="gradstat", description=gradstat.__doc__)
+    parser = Parser(
+        prog="gradstat",
+        description=gradstat.__doc__,
+        epilog="`gradstat COMMAND --help` lists the options of a command.",
+    )
     parser.add_argument("--version", action="version", version=f"gradstat {gradstat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="the backends of this machine, and why one is unavailable")
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")
     for name, (_, _, what) in COMMANDS.items():
-        commands.add_parser(name, help=f"{what} (--help for options)", add_help=False)
+        commands.add_parser(name, help=what, add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if options.command not in COMMANDS and rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

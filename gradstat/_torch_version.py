@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError("gradstat needs PyTorch, which this Python does not have: pip install torch") from None
 
 LEAST = (2, 10)
 """The oldest supported torch: its release has the stable ABI that the extension needs (setup.py, pyproject.toml)."""

@@ -38,17 +38,30 @@ class AnomalyWarning(UserWarning):
     """Warns of a finding of a monitor."""
 
 
-def warn(text: str, category: type[Warning] = AnomalyWarning, *, log_if_ignored: bool = False) -> None:
-    """Warns at the user's line. ``log_if_ignored`` logs the text if a filter for other warnings hides it."""
+def warn(text: str, category: type[Warning] = AnomalyWarning) -> None:
+    """Warns at the user's line."""
+    warn_user(f"gradstat: {text}", category)
+
+
+def show_finding(text: str, severity: str, warns: bool) -> None:
+    """Sends a finding to the logger ``gradstat``, if logging is set up, and ``warns`` as well.
+
+    Without logging, an error goes to the logger if a filter for other warnings hides it.
+    """
     text = f"gradstat: {text}"
-    if log_if_ignored:
-        filters: list[Any] = list(warnings.filters)
-        for action, pattern, kind, module, _ in filters:
-            if issubclass(category, kind) and module is None and (pattern is None or pattern.match(text)):
-                if action == "ignore" and not issubclass(kind, AnomalyWarning):
-                    _logger.error(text)
-                break
-    warn_user(text, category)
+    if _logger.hasHandlers() or (warns and severity == "error" and _is_hidden(text)):
+        _logger.log(getattr(logging, severity.upper()), text)
+    if warns:
+        warn_user(text, AnomalyWarning)
+
+
+def _is_hidden(text: str) -> bool:
+    """Whether a filter that does not name `AnomalyWarning` hides such a warning."""
+    filters: list[Any] = list(warnings.filters)
+    for action, pattern, kind, module, _ in filters:
+        if issubclass(AnomalyWarning, kind) and module is None and (pattern is None or pattern.match(text)):
+            return action == "ignore" and not issubclass(kind, AnomalyWarning)
+    return False
 
 
 def warn_of_failure(what: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gradstat._core.importing import Parser, UsageError
-from gradstat._core.text import printable, wrapped
+from gradstat._core.text import count_of, printable, wrapped
 from gradstat.bench import steps as variants
 from gradstat.bench.command import DEVICE_HELP, device_of
 from gradstat.bench.machine import device_name
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     missing = [name for name in ("plotly", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"the demo also needs {' and '.join(missing)}: pip install 'gradstat[demo]'")
+        raise UsageError(f"the demo also needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     device = device_of(options.device)
     steps = (40 if options.quick else 300) if options.steps is None else options.steps
     if steps < 10:
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = GPT(size).to(device)
     folder = corpus.standard_library()
     data = corpus.read(folder)
-    where = device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = device_name(device) if device.type == "cuda" else f"CPU, {count_of(_take_free_threads(), 'thread')}"
     parameters = list(model.parameters())
     told = f"A GPT of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors learns from "
     told += f"{len(data):,} bytes of {folder} on {where}, torch {torch.__version__}."
@@ -82,26 +84,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; a sample of its output:")
     print("\n".join(f"  | {line}" for line in _printable(model.write(b"def ", 120))) + "\n")
 
-    tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=variants.LEARNING_RATE)
-    step = variants.Step(model, lambda: model.loss(tokens), optimizer, tokens.device)
-    rounds = 5 if options.quick else 20
-    with progress_bar(rounds + variants.WARMUP, "cost of a step") as progress:
-        costs = variants.costs(step, rounds, progress=lambda: progress.update(1), budget=_BUDGET)
-        rounds = int(progress.n) - variants.WARMUP
-    print(f"Cost of a training step ({where}, this model, median of {rounds} interleaved rounds):")
-    print(variants.table(costs))
-
     saved = save(recording, options.output / "run.gradstat")
     page = write_page(recording, options.output / "run.html", title="The demo")
-    print(f"\n{Diagnosis.of(recording)}")
-    print(f"\npage: {printable(str(page))}\nrecording, for `python -m gradstat view`: {printable(str(saved))}")
+    print(Diagnosis.of(recording))
+    print(f"\npage: {printable(str(page))}\nrecording, for `python -m gradstat view`: {printable(str(saved))}\n")
+    _print_cost(model, data, 5 if options.quick else 20, where)
+
     named = [stats.name for stats in incident.nonfinite] if incident is not None else []
     if named == [f"{culprit}.weight"]:
         return 0
     but = f"but gradstat named: {named or 'none'}"
     print(f"\nFAILED: {culprit}.weight was corrupted at step {corrupted_step}, {but}", file=sys.stderr)
     return 1
+
+
+def _print_cost(model: GPT, data: Tensor, rounds: int, where: str) -> None:
+    """Measures what checks and clips cost in a training step, in so many rounds, or those that the budget allows."""
+    size, device = model.size, model.head.weight.device
+    tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=variants.LEARNING_RATE)
+    step = variants.Step(model, lambda: model.loss(tokens), optimizer, device)
+    with progress_bar(rounds + variants.WARMUP, "cost of a step") as progress:
+        costs = variants.costs(step, rounds, progress=lambda: progress.update(1), budget=_BUDGET)
+        done = int(progress.n) - variants.WARMUP
+    print(f"Cost of a training step ({where}, this model, median of {count_of(done, 'interleaved round')}):")
+    print(variants.table(costs))
+    if done < rounds:
+        print(f"Measured in {done} rounds, not {rounds}: on this machine, as busy as it is, a round takes long.")
+
+
+def _take_free_threads() -> int:
+    """Lets torch use no more threads than cores are free: threads that have no core let all others wait."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - busy)))
+    return torch.get_num_threads()
 
 
 def _printable(sample: bytes) -> list[str]:

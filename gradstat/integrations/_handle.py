@@ -147,7 +147,10 @@ class Handle:
         self.policies = {name for name in (*POLICIES, "checkpoint") if settings.policies.uses(name)}
         self.watch = asked_for(arguments.get("watch"))
         if "replay" in self.policies and not self.runs_steps and not callable(arguments.get("replay")):
-            raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
+            raise TypeError(
+                "on_anomaly='replay' needs replay=step_fn, a function that runs forward and backward of a step once "
+                "more: def step_fn(batch): loss = ...; loss.backward()"
+            )
         self.replays = bool(arguments.get("replay")) or "replay" in self.policies
         self.healthy_checkpoints = healthy
         self.device: torch.device | None = None  # of this rank; None if it trains alone

@@ -134,7 +134,8 @@ def check_policies(policies: PolicyTable, optimizer: object, replay: object, run
         raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
     if policies.uses("replay") and not callable(replay) and not runs_steps:
         raise TypeError(
-            "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
+            "on_anomaly='replay' needs replay=step_fn, a function that runs forward and backward of a step once more: "
+            "def step_fn(batch): loss = ...; loss.backward()"
         )
     if callable(replay):
         takes_batch(replay)

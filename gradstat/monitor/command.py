@@ -44,7 +44,11 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a recording, usually *.gradstat")
     parser.add_argument(
-        "--output", type=Path, metavar="PAGE.html", help="where to write the page (default: FILE with the suffix .html)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PAGE.html",
+        help="where to write the page (default: FILE with the suffix .html)",
     )
     parser.add_argument("--no-page", action="store_true", help="only print")
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gradstat._core.text import printable
-from gradstat._core.warn import warn
+from gradstat._core.warn import show_finding
 from gradstat.recording.findings import SEVERITIES, Finding
 
 POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
@@ -72,19 +72,20 @@ def _listed(policies: Any, names: Sequence[str]) -> tuple[Policy, ...]:
 
 
 class Warner:
-    """Warns about findings, at most once in a hundred steps for each rule."""
+    """Warns about findings and logs them, at most once in a hundred steps for each rule."""
 
     def __init__(self) -> None:
-        self._last: dict[str, int] = {}
-        self._held_back: dict[str, int] = {}
+        self._last: dict[tuple[str, bool], int] = {}
+        self._held_back: dict[tuple[str, bool], int] = {}
 
-    def warn(self, finding: Finding, now: int) -> None:
-        """Warns at step ``now``, or counts the finding as held back."""
-        if now - self._last.get(finding.rule, -_WARN_EVERY) < _WARN_EVERY:
-            self._held_back[finding.rule] = self._held_back.get(finding.rule, 0) + 1
+    def show(self, finding: Finding, now: int, warns: bool) -> None:
+        """Logs the finding at step ``now``, and ``warns`` of it; or counts it as held back."""
+        key = finding.rule, warns
+        if now - self._last.get(key, -_WARN_EVERY) < _WARN_EVERY:
+            self._held_back[key] = self._held_back.get(key, 0) + 1
             return
-        self._last[finding.rule] = now
-        held_back = self._held_back.pop(finding.rule, 0)
+        self._last[key] = now
+        held_back = self._held_back.pop(key, 0)
         more = f" ({held_back} more since the last warning)" if held_back else ""
         advice = f" What to try: {printable(finding.advice[0])}." if finding.advice else ""
-        warn(f"{finding}{more}.{advice}", log_if_ignored=finding.severity == "error")
+        show_finding(f"{finding}{more}.{advice}", finding.severity, warns)

@@ -163,11 +163,14 @@ class Responder:
         policies: Iterable[Policy] = self._policies.of(finding)
         if is_over:
             policies = dict.fromkeys("warn" if policy in _OF_RUNNING_TRAINING else policy for policy in policies)
+        policies = tuple(policies)
+        if "warn" not in policies:
+            self._warner.show(finding, self._reviewer.steps, warns=False)
         for policy in policies:
             if callable(policy):
                 policy(monitor, finding)
             elif policy == "warn":
-                self._warner.warn(finding, self._reviewer.steps)
+                self._warner.show(finding, self._reviewer.steps, warns=True)
             elif policy == "raise":
                 raising = True
             elif policy == "snapshot":

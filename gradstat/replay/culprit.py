@@ -32,6 +32,7 @@ class Culprit:
         others: The inputs without statistics, in words: integers, booleans and empty tensors.
         output: Statistics of the output.
         stack: The user's lines that led there, outermost first, each ``"path/file.py:line in function: text"``.
+        also: For ``"parameter"``, how many other parameters and buffers were not finite before the step began.
     """
 
     kind: Literal["nan", "inf"]
@@ -45,6 +46,7 @@ class Culprit:
     output: Report | None = None
     stack: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    also: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; a report as the list of its tensors."""
@@ -58,9 +60,10 @@ class Culprit:
         op = self.op or "an operation"
         module = f" in module {self.module!r}" if self.module else " in the model itself" if self.module == "" else ""
         of_parameter = "" if self.name is None else f" of {self.name!r}"
+        others = f" and in {self.also:,} other{'s' * (self.also > 1)}" if self.also else ""
         sentences = {
             "input": f"was already in an input of the step: {printable(self.name or 'a tensor made before the step')}",
-            "parameter": f"was in the parameter or buffer {self.name!r} before the step began",
+            "parameter": f"was in the parameter or buffer {self.name!r}{others} before the step began",
             "hook": f"was first made by a hook{of_parameter}{module}",
             "accumulation": f"was first made when gradients{of_parameter} were added up{module}",
             "backward": f"was first made in the backward pass, by the derivative of {op}{module}",
@@ -79,6 +82,10 @@ class Culprit:
                 lines += [f"  {title}: {_words(stats)}" for stats in report]
             if title == "went in":
                 lines += [f"  {title}: {words}" for words in self.others]
+        if self.also:
+            lines.append(
+                "  An optimizer step has spread it. Load an earlier checkpoint; replay before optimizer.step()"
+            )
         if self.op == "empty":
             lines.append("  Its memory came from torch.empty and was not written, or by a kernel unknown to torch.")
         if len(self.stack) > 1:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,7 +120,15 @@ def find_culprit(
             raise failure
     finally:
         failure = None  # its traceback holds this frame, and with it all tensors of the step
-    return None if origin is None else origin.culprit
+    return None if origin is None else _counted(origin.culprit, watch)
+
+
+def _counted(culprit: Culprit, watch: NonfiniteMode) -> Culprit:
+    """The culprit with the number of other parameters and buffers that were not finite either."""
+    if culprit.phase != "parameter":
+        return culprit
+    count = sum(one.culprit.phase == "parameter" and not one.intended for one in watch.origins)
+    return replace(culprit, also=count - 1)
 
 
 def _states_of(state: StepState | Sequence[StepState] | None) -> list[StepState]:

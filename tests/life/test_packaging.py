@@ -247,6 +247,14 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy() -> None:
             _torch_version.require(found)
 
 
+def test_a_python_without_torch_is_told_what_to_install() -> None:
+    result = python("-S", "-c", "import gradstat", cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].endswith(
+        "gradstat needs PyTorch, which this Python does not have: pip install torch"
+    )
+
+
 def test_a_setuptools_that_is_too_old_is_named_with_the_remedy() -> None:
     """Its own message is about the license in pyproject.toml."""
     code = "import runpy, setuptools; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')"

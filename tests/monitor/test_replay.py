@@ -287,6 +287,14 @@ def test_a_bad_parameter_and_a_bad_buffer() -> None:
         culprit = find_culprit(model, lambda used=used: used(torch.ones(4, 3)).sum().backward())
         assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
         assert culprit.output[0].first_nonfinite == (0, 1)
+        assert culprit.also == 0
+        assert "spread" not in str(culprit)
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)
+    culprit = find_culprit(model, lambda: model(torch.ones(4, 3)).sum().backward())
+    assert (culprit.name, culprit.also) == ("0.weight", 5)
+    assert "'0.weight' and in 5 others before the step began" in str(culprit)
+    assert "An optimizer step has spread it." in str(culprit)
 
 
 # No false culprits ------------------------------------------------------------------------------------------
