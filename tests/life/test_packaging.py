@@ -248,7 +248,7 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy() -> None:
 
 
 def test_a_python_without_torch_is_told_what_to_install() -> None:
-    result = python("-S", "-c", "import gradstat", cwd=ROOT)
+    result = python("-S", "-c", "import gradstat", cwd=ROOT, PYTHONPATH="")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].endswith(
         "gradstat needs PyTorch, which this Python does not have: pip install torch"
