@@ -222,7 +222,7 @@ def decide(
     """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
 
     ``kernels`` are a backend's. ``scaling`` and ``verdict`` are from the step's decision; its multiplier is
-    multiplied by ``scale`` if the step is refused. ``loss`` and ``update`` are judged if they are given.
+    multiplied by ``scale`` if the step is refused. ``loss`` is judged if it is given.
     ``counters`` are the optimizer's, and count the step. ``streams`` are the streams that ``scaling`` is filled on.
     """
     device = verdict.device

@@ -1,11 +1,12 @@
 """Every public name has a docstring, its members too, and a place in the reference, which `make docs` makes of both."""
 
+import ast
 import functools
 import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,58 @@ def test_every_argument_is_described(function: object, text: str) -> None:
     ]
     missing = [name for name in arguments if not re.search(rf"\b{name}\b", text)]
     assert not missing or re.search(r"(?i)\bas there\b|\bas torch's|inverse of", text), missing
+
+
+# Names in backticks ---------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [*(ROOT / "gradstat").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+NAME = r"([A-Za-z_][\w.]*\w)(?:\([^`]*\))?"
+IN_PAGES = re.compile(rf"(?<![\w`])`{NAME}`(?!`)")
+IN_DOCSTRINGS = re.compile(rf"{IN_PAGES.pattern}|``{NAME}``")
+# Names of other packages and programs, and of the environment.
+FOREIGN = set(
+    """
+    DebugUnderflowOverflow EarlyStopping FSDPEngine GRADSTAT_CUDA_ARCHITECTURES GRADSTAT_WERROR G K MAJOR MAX_JOBS MINOR
+    N NestedTensor NativeScaler PATCH SkipStepOptimizer SpikeDetection acos backoff_factor captureWarnings
+    defaultplusplus external_lib fnuz fsdp2_clip_grad_norm_ fsdp_utils get_grad_norm growth_factor la_constants log_freq
+    min_epochs min_steps multi_tensor_l2norm ncu optimizer_step padding_idx hash_tensor prepare_grads pretrain record_stream r² s0
+    set_flush_denormal setup_model_and_optimizer update_actor verl _fused_sgd
+    """.split()
+)
+
+
+def names_used(source: str) -> set[str]:
+    """The words of Python code, without its docstrings and comments."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return set(re.findall(r"\w+", ast.unparse(tree)))
+
+
+def stale(names: Iterable[str], known: set[str]) -> set[str]:
+    """Those that have a part which is not known; a name that ends like one of a file is of `test_documents`."""
+    files = (".py", ".md", ".h", ".gradstat", ".html", ".toml")
+    return {name for name in names if not name.endswith(files) and not known.issuperset(name.split("."))}
+
+
+def test_names_in_backticks_exist() -> None:
+    """A name that has left the code stands in no docstring and on no page; an argument that has left, in no docstring."""
+    code = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    known = set().union(*(names_used(path.read_text()) for path in code), (path.stem for path in code), FOREIGN)
+    for header in [*(ROOT / "csrc").iterdir()]:
+        known |= set(re.findall(r"\w+", header.read_text()))
+    found = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                names = {one or two for one, two in IN_DOCSTRINGS.findall(ast.get_docstring(node) or "")}
+                found[f"{path.name}: {getattr(node, 'name', '')}"] = stale(names, known)
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        found[page.name] = stale(IN_PAGES.findall(text), known)
+    assert {place: names for place, names in found.items() if names} == {}
 
 
 # The examples in docstrings run; what one takes for granted stands in `TAKEN_FOR_GRANTED` --------------------
