@@ -7,9 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from gradstat._core.backends import known_name, resolve
 from gradstat._core.native import BackendUnavailableError
 from gradstat._core.tensors import name_by_position, readable
 from gradstat._core.text import expect
+from gradstat._core.warn import warn_user
 from gradstat.lowprecision import _reference
 from gradstat.lowprecision.formats import format_of
 
@@ -78,8 +80,6 @@ def quantization_stats(
     expect("dim", dim, int, "the number of a dimension")
     expect("format", format, str, "the name of a format")
     format_of(format)
-    if backend not in (None, "reference"):
-        raise BackendUnavailableError(f"backend {backend!r} has no kernels for quantization; expected 'reference'")
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not listed:
         return torch.empty((0, len(QUANTIZATION_FIELDS)), dtype=torch.float64)
@@ -105,9 +105,30 @@ def _require(given: Tensor, tensor: Tensor, device: torch.device, dim: int, name
         raise IndexError(f"dim: expected -{most} to {most - 1} for {name} of shape {list(tensor.shape)}, got {dim}")
 
 
+def _takes_triton(requested: str | None, device_type: str) -> bool:
+    """Whether Triton serves the backend ``requested``, else the reference. Errors and environment as of `resolve`."""
+    if requested == "native":
+        raise BackendUnavailableError("backend 'native' does not quantize; expected 'triton', 'reference' or None")
+    name = known_name(requested)
+    if name != "triton" and (name == "reference" or device_type not in ("cuda", "xpu")):
+        return False
+    try:
+        resolve("triton", device_type)
+    except BackendUnavailableError as error:
+        if name == "triton":
+            raise
+        warn_user(f"gradstat quantizes {device_type} tensors by its slow reference. triton: {error}")
+        return False
+    return True
+
+
 @torch.library.custom_op("gradstat::quantization_stats", mutates_args=())
 def _quantization_stats(tensors: list[Tensor], format: str, dim: int, weight: bool, backend: str | None) -> Tensor:
     """`quantization_stats` of dense tensors, at least one, on one device."""
+    if _takes_triton(backend, tensors[0].device.type):
+        from gradstat.lowprecision import _triton
+
+        return _triton.rows(tensors, format_of(format), dim, weight)
     return _reference.rows(tensors, format_of(format), dim, weight)
 
 

@@ -1,8 +1,15 @@
-"""Statistics of quantization, compared with ml_dtypes: every pattern of bits of 16-bit types, alone and in blocks."""
+"""Statistics of quantization, compared bit for bit with ml_dtypes and float arithmetic of numpy.
+
+Every pattern of bits of the 16-bit types and random float32, alone and in blocks, at random exponents of the scale.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+import secrets
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +22,9 @@ from gradstat.lowprecision._reference import quantized
 from gradstat.lowprecision.formats import FORMATS, Format
 
 ELEMENTS = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}
-GREATEST = np.finfo(np.float32).max
+GREATEST, ONE = np.finfo(np.float32).max, np.float32(1)
+FIELDS = gradstat.QUANTIZATION_FIELDS
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def cast(values: np.ndarray, element: str) -> tuple[np.ndarray, np.ndarray]:
@@ -27,27 +36,25 @@ def cast(values: np.ndarray, element: str) -> tuple[np.ndarray, np.ndarray]:
     return np.where(overflows, np.copysign(largest, values), cast), overflows
 
 
-def scale_of(amax: float, of_tensor: float, made: Format) -> tuple[np.float32, float]:
-    """The multiplier and the scale of a block by the definition, in float32 and rational arithmetic."""
-    element, one = made.element, np.float32(1)
-    largest, exponent = np.float32(element.largest), math.frexp(amax)[1] - 1
+def scales_of(amax: np.ndarray, made: Format) -> tuple[np.ndarray, np.ndarray]:
+    """Multipliers, float32, and scales, float64, of blocks with these largest magnitudes, by the definitions."""
+    largest, exponent = np.float32(made.element.largest), np.frexp(amax)[1] - 1
     if made.rule == "float32":
-        multiplier = min(largest / np.float32(amax), GREATEST)
-        return multiplier, float(one / multiplier)
+        multiplier = np.minimum(largest / amax, GREATEST)
+        return multiplier, (ONE / multiplier).astype(np.float64)
     if made.rule == "two-level":
-        encode = min(np.float32(448 * 6) / np.float32(of_tensor), GREATEST)
-        code = np.float32(amax) * (encode * (one / largest))
-        code = np.float32(np.float32(min(code, 448)).astype(ml_dtypes.float8_e4m3fn))
-        multiplier = min(one / (code * (one / encode)), GREATEST) if code else np.float32(0)
-        return multiplier, float(code) * float(one / encode)
-    if made.rule == "floor":
-        power = exponent - math.frexp(element.largest)[1] + 1
-    else:
-        power = exponent - math.frexp(element.largest)[1]
-        power += next(i for i in range(3) if float(largest) * 2.0 ** (power + i) >= amax)
-    power = max(power, -127)
-    assert float(np.float32(2.0**power).astype(ml_dtypes.float8_e8m0fnu)) == 2.0**power
-    return np.float32(2.0**-power), 2.0**power
+        encode = np.minimum(np.float32(448 * 6) / amax.max(), GREATEST)
+        code = np.minimum(amax * (encode * (ONE / largest)), np.float32(448))
+        code = code.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        decode = ONE / encode
+        multiplier = np.where(code > 0, np.minimum(ONE / (code * decode), GREATEST), np.float32(0))
+        return multiplier, code.astype(np.float64) * decode
+    power = exponent - math.frexp(made.element.largest)[1] + 1
+    if made.rule == "ceil":
+        power = power + (amax.astype(np.float64) > float(largest) * np.exp2(power.astype(np.float64)))
+    power = np.maximum(power, -127).astype(np.float64)
+    assert (np.exp2(power).astype(ml_dtypes.float8_e8m0fnu).astype(np.float64) == np.exp2(power)).all()
+    return np.exp2(-power).astype(np.float32), np.exp2(power)
 
 
 def expected(blocks: np.ndarray, made: Format) -> tuple[np.ndarray, list[float]]:
@@ -57,10 +64,9 @@ def expected(blocks: np.ndarray, made: Format) -> tuple[np.ndarray, list[float]]
     with np.errstate(all="ignore"):
         wide = np.clip(exact, -GREATEST, GREATEST).astype(np.float32)
         amax = np.abs(wide).max(1)
-        scales = [scale_of(float(a), float(amax.max()), made) if a else (np.float32(0), 1.0) for a in amax]
-        multiplier, scale = (np.array(each)[:, None] for each in zip(*scales, strict=True))
-        code, overflows = cast(wide * multiplier.astype(np.float32), made.element.name)
-    stored = code.astype(np.float64) * scale
+        multiplier, scale = scales_of(amax, made)
+        code, overflows = cast(np.where(wide == 0, wide, wide * multiplier[:, None]), made.element.name)
+    stored = code.astype(np.float64) * np.where(amax > 0, scale, 1.0)[:, None]
     flushed = (exact != 0) & (stored == 0)
     used = scale[amax > 0]
     lost = flushed.any(1) & ((exact != 0) <= flushed).all(1)
@@ -70,19 +76,153 @@ def expected(blocks: np.ndarray, made: Format) -> tuple[np.ndarray, list[float]]
     return np.where(finite, stored, blocks), [float(value) for value in row]
 
 
-def check(blocks: Tensor, name: str) -> None:
-    made = FORMATS[name]
-    stored, row = expected(blocks.double().numpy() if blocks.dtype == torch.bfloat16 else blocks.numpy(), made)
-    assert torch.equal(quantized(blocks, made).nan_to_num(), torch.from_numpy(stored.astype(np.float64)).nan_to_num())
-    got = gradstat.quantization_stats(blocks, name, backend="reference")[0].tolist()
-    for field, a, b in zip(gradstat.QUANTIZATION_FIELDS, got, row, strict=True):
+def assert_row(got: Tensor, row: list[float]) -> None:
+    """Sums of float64 numbers are added in another order, all else is equal."""
+    for field, a, b in zip(FIELDS, got.tolist(), row, strict=True):
         assert a == pytest.approx(b, rel=1e-13 if field in ("sq_sum", "sq_error") else 0, abs=0), field
 
 
+def assert_as_ml_dtypes(blocks: Tensor, made: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, row = expected(blocks.double().numpy(), made)
+    assert torch.equal(quantized(blocks, made).nan_to_num(), torch.from_numpy(stored).nan_to_num())
+    monkeypatch.setitem(FORMATS, made.name, made)
+    assert_row(gradstat.quantization_stats(blocks, made.name, backend="reference")[0], row)
+
+
+def patterns(dtype: torch.dtype, count: int) -> Tensor:
+    """Every pattern of bits of a 16-bit type, or random ones of float32."""
+    if dtype == torch.float32:
+        return torch.randint(-(2**31), 2**31, (count,)).to(torch.int32).view(dtype)
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def with_companions(values: Tensor, size: int) -> Tensor:
+    """Blocks of one of the values and random companions, whose largest has a random exponent."""
+    companions = torch.randn(len(values), size - 1).sign() * torch.rand(len(values), size - 1)
+    companions = companions.double() * torch.exp2(torch.randint(-150, 128, (len(values), 1)).double())
+    return torch.cat([values.reshape(-1, 1), companions.to(values.dtype)], 1)
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_pattern_of_bits_in_blocks(name: str, dtype: torch.dtype) -> None:
-    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
-    size = FORMATS[name].block or len(every)
-    check(every[torch.randperm(65536)].reshape(-1, size), name)
-    check(every.reshape(-1, size), name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_pattern_of_bits_is_stored_as_by_ml_dtypes(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    torch.manual_seed(seed)
+    made, values = FORMATS[name], patterns(dtype, 200_000)
+    assert_as_ml_dtypes(values.reshape(-1, 1), dataclasses.replace(made, block=1), monkeypatch)
+    assert_as_ml_dtypes(with_companions(values, 2), dataclasses.replace(made, block=2), monkeypatch)
+    size = made.block or 16
+    some = with_companions(values[torch.randperm(len(values))[:8192]], size)
+    assert_as_ml_dtypes(some, dataclasses.replace(made, block=size), monkeypatch)
+    if not made.block:  # as it is: one scale, of any exponent
+        for exponent in range(-140, 128, 20):
+            below = torch.where(values.abs() < 2.0**exponent, values, -0.0)
+            assert_as_ml_dtypes(below.reshape(1, -1), made, monkeypatch)
+
+
+def blocks_in(x: Tensor, made: Format, dim: int, weight: bool) -> np.ndarray:
+    """The blocks of a tensor cut out one by one, filled up with zeros."""
+    if not made.block:
+        return x.reshape(1, -1).double().numpy()
+    side = made.weight_block if weight else 0
+    x = x.reshape(1) if x.dim() == 0 else x
+    if side:
+        x = x.reshape(1, -1) if x.dim() == 1 else x
+        lengths, blocks = x.shape[-2:], [side, side]
+    else:
+        x = x.movedim(dim, -1).unsqueeze(-2)
+        lengths, blocks = x.shape[-2:], [1, made.block]
+    size, found = math.prod(blocks), []
+    for matrix in x.reshape(-1, *lengths).double().numpy():
+        for i, j in itertools.product(range(0, lengths[0], blocks[0]), range(0, lengths[1], blocks[1])):
+            piece = matrix[i : i + blocks[0], j : j + blocks[1]].reshape(-1)
+            found.append(np.pad(piece, (0, size - len(piece))))
+    return np.stack(found)
+
+
+def with_a_bit_of_all(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Elements of many magnitudes, with zeros of both signs, NaN and Inf."""
+    x = (torch.randn(shape) * torch.exp2(torch.randint(-24, 4, shape).float())).to(dtype)
+    special = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 0.0], dtype=dtype)
+    return torch.where(torch.rand(shape) < 0.1, special[torch.randint(0, 6, shape)], x)
+
+
+SHAPES: list[tuple[tuple[int, ...], int, bool]] = [((7, 96), -1, False), ((7, 100), 1, False), ((100, 7), 0, False)]
+SHAPES += [((3, 50, 5), 1, False), ((2, 3, 130), -1, False), ((150, 20), 0, True), ((2, 20, 140), 1, True)]
+SHAPES += [((70,), 0, True), ((1,), -1, False), ((), -1, False), ((), 0, True), ((4, 1, 33), 0, False)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("shape", "dim", "weight"), SHAPES, ids=str)
+def test_blocks_along_any_dimension(name: str, shape: tuple[int, ...], dim: int, weight: bool) -> None:
+    dtype = [torch.float32, torch.bfloat16, torch.float64, torch.float16][len(shape)]
+    x = with_a_bit_of_all(shape, dtype)
+    row = expected(blocks_in(x, FORMATS[name], dim, weight), FORMATS[name])[1]
+    backwards = tuple(reversed(range(x.dim())))
+    turned = x.permute(backwards).contiguous().permute(backwards)
+    strided = torch.stack([x, x], -1)[..., 0]
+    for same in (x, turned, strided, torch.nn.Parameter(x)):
+        assert_row(gradstat.quantization_stats([x[:0] if x.dim() else x, same], name, dim=dim, weight=weight)[1], row)
+    nearest = quantized(x, FORMATS[name], dim, weight)
+    assert nearest.shape == x.shape
+    assert torch.equal(nearest.isnan() | nearest.isinf(), ~x.isfinite())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_has_nothing_to_store_has_an_empty_row(name: str) -> None:
+    nothing = torch.tensor([0.0] * 9 + [math.inf, -math.inf], dtype=torch.float64)
+    for weight in (False, True):
+        table = gradstat.quantization_stats([torch.zeros(0), torch.zeros(3, 0)], name, weight=weight)
+        assert torch.equal(table, nothing.expand(2, -1))
+        zeros = gradstat.quantization_stats(torch.tensor([0.0, -0.0]), name, weight=weight)[0]
+        nonfinite = gradstat.quantization_stats(torch.tensor([math.nan, -math.inf]), name, weight=weight)[0]
+        assert zeros.tolist() == [*[0.0] * 6, 1.0, 0.0, 0.0, math.inf, -math.inf]
+        assert nonfinite.tolist() == [*[0.0] * 3, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0, math.inf, -math.inf]
+    assert gradstat.quantization_stats([], name).shape == (0, len(FIELDS))
+
+
+def test_float64_is_read_as_float32_and_its_errors_are_its_own() -> None:
+    row = gradstat.quantization_stats(torch.tensor([1e150, 1.0, 1e-60], dtype=torch.float64), "mxfp8")[0]
+    assert row[:4].tolist() == [3.0, 2.0, 1.0, 0.0]
+    assert row[5] == pytest.approx(1e300)
+    row = gradstat.quantization_stats(torch.tensor([1.0 + 2.0**-40], dtype=torch.float64), "mxfp8")[0]
+    assert row[5] == 2.0**-80
+
+
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (3, {}, TypeError, "tensors: expected a tensor or a list of tensors, got int"),
+    ([torch.ones(2), None], {}, TypeError, r"tensors\[1\]"),
+    ([torch.ones(2).int()], {}, TypeError, r"tensors\[0\].*int32.*\.float\(\)"),
+    ([torch.ones(2), torch.ones(2).to(torch.float8_e5m2)], {}, TypeError, r"tensors\[1\].*float64.*float8_e5m2"),
+    ([torch.eye(2).to_sparse()], {}, TypeError, r"strided.*sparse_coo.*to_dense"),
+    ([torch.ones(2)], {"dim": 1}, IndexError, r"dim: expected -1 to 0 for tensors\[0\] of shape \[2\], got 1"),
+    ([torch.ones(2)], {"dim": 0.5}, TypeError, "dim: expected"),
+    ([torch.ones(2)], {"format": "fp8"}, ValueError, "format: expected one of e4m3, .* nvfp4, got 'fp8'"),
+    ([torch.ones(2)], {"backend": "fast"}, ValueError, "unknown backend 'fast'"),
+    ([torch.ones(2)], {"backend": "native"}, gradstat.BackendUnavailableError, "expected 'triton', 'reference'"),
+    ([torch.empty(2, device="meta")], {}, ValueError, r"tensors\[0\].*holds no data"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "options", "error", "words"), REFUSED)
+def test_what_cannot_be_stored_is_refused(
+    tensors: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        gradstat.quantization_stats(tensors, **{"format": "mxfp8", **options})
+
+
+def test_the_operator_is_one_of_torch(device: str) -> None:
+    x, y = torch.randn(40, 48, device=device, requires_grad=True), torch.randn(3, device=device).bfloat16()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return gradstat.quantization_stats([x * 2, y], "nvfp4") + 0
+
+    assert torch.equal(f(x, y), gradstat.quantization_stats([x * 2, y], "nvfp4"))
+    operator = torch.ops.gradstat.quantization_stats.default
+    for name in FORMATS:
+        torch.library.opcheck(operator, ([x.detach(), y, y[:0]], name, -1, True, None))

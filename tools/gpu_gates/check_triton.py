@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for NVIDIA GPUs, without one, and checks the machine code.
 
-    python tools/gpu_gates/check_triton.py            # four architectures, about 40 seconds
+    python tools/gpu_gates/check_triton.py            # four architectures, about two minutes
 
 For every kernel and architecture it prints registers, spills and shared memory, and fails if anything is
 spilled, if the main loop of any element type does not load (and, for scaling, store) 16 bytes at a time, if
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradstat.kernels import _table, scale, stats
+from gradstat.kernels import _table, quantization, scale, stats
+from gradstat.lowprecision import _triton
+from gradstat.lowprecision.formats import FORMATS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 WIDE_LOAD = re.compile(r"ld\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64)")
@@ -45,12 +48,44 @@ class Gate:
         loops: The source lines of the main loops' loads (and stores), as (function, text in the line, number of loads
             for all element types together).
         warps: Warps per program.
+        constants: Its compile-time arguments by name.
+        fuses: Whether multiplications and additions may be fused.
     """
 
     kernel: Any
     arguments: dict[str, str]
     loops: tuple[tuple[Any, str, int], ...]
     warps: int
+    constants: dict[str, Any] = field(default_factory=dict)
+    fuses: bool = _table.FUSE
+
+    @property
+    def name(self) -> str:
+        """The kernel's, and what it was compiled for."""
+        return " ".join([self.kernel.__name__, *map(str, self.constants.values())])
+
+
+def quantization_gate(
+    name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, amax: bool = False
+) -> Gate:
+    """The kernel of a format and a shape of its blocks, for elements of a dtype; or that of its largest magnitude."""
+    shape = _triton.Geometry(1, 1 if name == "mxfp8" else 1 << 10, 1 << 20, rows, columns)
+    element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}[dtype]
+    constants: dict[str, Any] = shape.constants
+    arguments = {"x": element, "largest": "*fp32", "out": "*fp64"}
+    if amax:
+        arguments = {"x": element, "out": "*fp32"}
+    else:
+        constants |= _triton.constants_of(FORMATS[name])
+    loads = _triton.elements_per_thread(dtype) * dtype.itemsize // 16
+    return Gate(
+        quantization.amax_kernel if amax else quantization.rows_kernel,
+        arguments | dict.fromkeys(("rows", "columns", "strips", "chunks"), "i32"),
+        loops=((quantization._load_blocks, "values = tl.load(", loads),),
+        warps=shape.warps(dtype),
+        constants=constants,
+        fuses=False,
+    )
 
 
 GATES = (
@@ -72,16 +107,35 @@ GATES = (
         loops=((scale._scale_chunk, "tl.store(target, _scaled(tl.load(target), multiplier))", 4 * scale.UNROLL.value),),
         warps=scale.WARPS,
     ),
+    # Every rule of a scale, every type of elements, and every shape of blocks.
+    quantization_gate("e4m3", 1, 128, amax=True),
+    quantization_gate("e5m2", 1, 128),
+    quantization_gate("e4m3-128", 128, 1),
+    quantization_gate("e4m3-128", 128, 128),
+    quantization_gate("mxfp8", 1, 32),
+    quantization_gate("mxfp8", 1, 32, torch.float16),
+    quantization_gate("mxfp8", 1, 32, torch.float32),
+    quantization_gate("mxfp8", 1, 32, torch.float64),
+    quantization_gate("mxfp8-rceil", 32, 1),
+    quantization_gate("nvfp4", 1, 16),
+    quantization_gate("nvfp4", 16, 1),
+    quantization_gate("nvfp4", 16, 16),
 )
 
 
 def compiled(gate: Gate, architecture: int) -> Any:
-    # As in a launch: torch's allocations are aligned, while the multiplier may be any element of a tensor.
-    aligned = [
-        (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "multipliers"
-    ]
-    source = ASTSource(gate.kernel, gate.arguments, attrs={i: [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": gate.warps, "enable_fp_fusion": _table.FUSE}
+    # As in a launch: torch's allocations are aligned, while the multiplier may be any element of a tensor. Rows are
+    # usually multiples of 16.
+    place = {name: (i,) for i, name in enumerate(gate.kernel.arg_names)}
+    aligned = [name for name, kind in gate.arguments.items() if kind[0] == "*" and name != "multipliers"]
+    aligned += [name for name in gate.arguments if name == "columns"]
+    source = ASTSource(
+        gate.kernel,
+        gate.arguments | dict.fromkeys(gate.constants, "constexpr"),
+        constexprs={place[name]: value for name, value in gate.constants.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": gate.warps, "enable_fp_fusion": gate.fuses}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
@@ -142,7 +196,7 @@ def check(gate: Gate, architecture: int) -> list[str]:
     seconds = time.perf_counter() - began
     used = resources(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
-    name = f"{gate.kernel.__name__} sm_{architecture}"
+    name = f"{gate.name} sm_{architecture}"
     main_loop = accesses(ptx, Path(gate.kernel.fn.__code__.co_filename).name, line_numbers(gate))
     loads = [a for a in main_loop if a.startswith("ld")]
     stores = [a for a in main_loop if a.startswith("st")]
@@ -163,6 +217,8 @@ def check(gate: Gate, architecture: int) -> list[str]:
         problems.append(f"accesses less than 16 bytes in a main loop: {', '.join(narrow)}")
     if unordered := [a for a in re.findall(r"\batom\.\S+", ptx) if "acq_rel" not in a]:
         problems.append(f"tickets that order nothing: {', '.join(unordered)}")
+    if gate.kernel is quantization.rows_kernel and (found := re.findall(r"\bfma\.rn\.f32|\.ftz", ptx)):
+        problems.append(f"rounds once where formats round twice, or loses subnormals: {', '.join(sorted(set(found)))}")
     if gate.kernel is scale.scale_kernel:
         if len(stores) < expected:
             problems.append(f"expected {expected} stores in the main loops, found {len(stores)}")

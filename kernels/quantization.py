@@ -1,0 +1,206 @@
+"""What a tensor would lose in a format of few bits, in Triton: one template over elements, scales and shapes of blocks.
+
+A tensor is [outer, rows, columns] in memory, its blocks are BLOCK_ROWS x BLOCK_COLUMNS. A program reads BLOCKS adjacent
+blocks and stores their row; fields are those of gradstat.lowprecision.stats. Rules are those of its reference, bit for
+bit, except that the errors and squares of a block are added in float32, in units of its scale, so that none overflows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FIELD_COUNT = tl.constexpr(11)
+LARGEST_FLOAT32 = tl.constexpr(2.0**128 - 2.0**104)
+INF = tl.constexpr(float("inf"))
+LARGEST_E4M3 = tl.constexpr(448.0)
+# The rules of scales.
+RULES = {"float32": 0, "floor": 1, "ceil": 2, "two-level": 3}
+FLOAT32, FLOOR, _, TWO_LEVEL = map(tl.constexpr, RULES.values())
+
+
+@triton.jit
+def _load_blocks(
+    x,
+    rows,
+    columns,
+    strips,
+    chunks,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    JOINS: tl.constexpr,
+):
+    """This program's elements, [ROWS, BLOCKS, COLUMNS], as float64 or float32 with 0 beyond the ends of the tensor.
+
+    Also the number of its blocks. JOINS: they are of ROWS x COLUMNS elements, otherwise of 1 x COLUMNS.
+    """
+    program = tl.program_id(0)
+    strip, chunk = program // chunks, (program % chunks).to(tl.int64)
+    first = strip % strips * ROWS
+    row = first + tl.arange(0, ROWS)[:, None, None]
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    at = ((strip // strips).to(tl.int64) * rows + row) * columns + column
+    values = tl.load(x + at, mask=(row < rows) & (column < columns), other=0)
+    count = tl.minimum(tl.cdiv(columns, COLUMNS) - chunk * BLOCKS, BLOCKS)
+    if not JOINS:
+        count *= tl.minimum(rows - first, ROWS)
+    if values.dtype == tl.bfloat16:
+        # On the bits: the conversion in Triton's interpreter loses subnormals.
+        wide = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif values.dtype == tl.float16:
+        wide = values.to(tl.float32)
+    else:
+        wide = values
+    return wide, count
+
+
+@triton.jit
+def _as_float32(magnitude):
+    """Finite magnitudes as float32, of which float64 ones may become zero or the largest."""
+    if magnitude.dtype == tl.float64:
+        magnitude = tl.minimum(magnitude.to(tl.float32), LARGEST_FLOAT32)
+    return magnitude
+
+
+@triton.jit
+def _rounded(magnitude, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """Rounded to the nearest element, halves to even, as if there were no largest element; see the reference."""
+    power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = tl.maximum(power, LEAST) * (1.5 * 2.0 ** (23 - MANTISSA))
+    return (magnitude + shift) - shift
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2**exponent in float64."""
+    return ((1023 + exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _scales(amax, largest, RULE: tl.constexpr, LARGEST: tl.constexpr, GREATEST: tl.constexpr):
+    """For blocks: multiplier and scale; what elements are measured by, which is not 0 where a multiplier is."""
+    if RULE == FLOAT32:
+        multiplier = tl.minimum(tl.div_rn(tl.zeros_like(amax) + LARGEST, amax), LARGEST_FLOAT32)
+        decode = tl.div_rn(tl.zeros_like(amax) + 1.0, multiplier)
+        return multiplier, decode.to(tl.float64), multiplier, decode.to(tl.float64)
+    if RULE == TWO_LEVEL:
+        of_tensor = tl.minimum(tl.div_rn(tl.zeros_like(amax) + LARGEST_E4M3 * LARGEST, largest), LARGEST_FLOAT32)
+        decode = tl.div_rn(tl.zeros_like(amax) + 1.0, of_tensor)
+        sixth = tl.div_rn(tl.zeros_like(amax) + 1.0, tl.zeros_like(amax) + LARGEST)
+        code = tl.minimum(_rounded(amax * (of_tensor * sixth), 3, 2.0**-6), LARGEST_E4M3)
+        is_lost = code == 0
+        product = tl.where(is_lost, 1.0, code * decode)
+        multiplier = tl.minimum(tl.div_rn(tl.zeros_like(amax) + 1.0, product), LARGEST_FLOAT32)
+        scale = code.to(tl.float64) * decode.to(tl.float64)
+        unit = tl.where(is_lost, of_tensor, multiplier)
+        return tl.where(is_lost, 0.0, multiplier), scale, unit, tl.where(is_lost, decode.to(tl.float64), scale)
+    if RULE == FLOOR:
+        exponent = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - (127 + GREATEST), -127)
+    else:
+        bits = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
+        exponent = tl.where(bits <= 0x400000, -127, ((bits + 0x7FFFFF) >> 23) - 127)
+    multiplier = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return multiplier, _power_of_two(exponent), multiplier, _power_of_two(exponent)
+
+
+@triton.jit
+def _sum(values, JOINS: tl.constexpr):
+    """The sums of blocks, one for each, as their scales are kept."""
+    sums = tl.sum(values, axis=2, keep_dims=True)
+    return tl.sum(sums, axis=0, keep_dims=True) if JOINS else sums
+
+
+@triton.jit
+def _max(values, JOINS: tl.constexpr):
+    """The largest values of blocks, one for each."""
+    largest = tl.max(values, axis=2, keep_dims=True)
+    return tl.max(largest, axis=0, keep_dims=True) if JOINS else largest
+
+
+@triton.jit
+def _store(row, field: tl.constexpr, values):
+    """Stores the sum of the values of all blocks."""
+    tl.store(row + field, tl.sum(values).to(tl.float64))
+
+
+@triton.jit
+def amax_kernel(
+    x,
+    out,
+    rows,
+    columns,
+    strips,
+    chunks,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    JOINS: tl.constexpr,
+):
+    """The largest finite magnitude of each program's blocks, float32."""
+    wide, _ = _load_blocks(x, rows, columns, strips, chunks, ROWS, BLOCKS, COLUMNS, JOINS)
+    exact = tl.abs(wide)
+    exact = tl.where(exact < INF, exact, 0.0)
+    tl.store(out + tl.program_id(0), tl.max(_as_float32(exact)))
+
+
+@triton.jit
+def rows_kernel(
+    x,
+    largest,
+    out,
+    rows,
+    columns,
+    strips,
+    chunks,
+    RULE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GREATEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    JOINS: tl.constexpr,
+):
+    """The row of each program's blocks. IS_WHOLE: they are parts of one block, whose largest magnitude is `largest`."""
+    wide, count = _load_blocks(x, rows, columns, strips, chunks, ROWS, BLOCKS, COLUMNS, JOINS)
+    row = out + tl.program_id(0).to(tl.int64) * FIELD_COUNT
+    exact = tl.abs(wide)
+    is_finite = exact < INF
+    exact = tl.where(is_finite, exact, 0.0)
+    # Counted and stored before anything else, since predicates of all elements hold registers.
+    _store(row, 0, _sum((exact > 0).to(tl.int32), JOINS))
+    _store(row, 3, _sum((is_finite == 0).to(tl.int32), JOINS))
+    of_tensor = tl.load(largest)
+    greatest = _max(exact, JOINS)
+    amax = _as_float32(greatest)
+    if IS_WHOLE:
+        amax = tl.zeros_like(amax) + of_tensor
+    multiplier, scale, unit, unit_scale = _scales(amax, of_tensor, RULE, LARGEST, GREATEST)
+
+    magnitude = _as_float32(exact)
+    rounded = _rounded(magnitude * multiplier, MANTISSA, LEAST)
+    code = tl.minimum(rounded, LARGEST)
+    _store(row, 2, _sum((rounded > LARGEST).to(tl.int32), JOINS))
+    if exact.dtype == tl.float64:
+        squares = _sum(exact * exact, JOINS)
+        error = exact - code.to(tl.float64) * scale
+        errors = _sum(error * error, JOINS)
+    else:
+        scaled = magnitude * unit
+        error = scaled - code
+        squares = _sum(scaled * scaled, JOINS).to(tl.float64) * unit_scale * unit_scale
+        errors = _sum(error * error, JOINS).to(tl.float64) * unit_scale * unit_scale
+    _store(row, 4, squares)
+    _store(row, 5, errors)
+    tl.store(row + 6, count.to(tl.float64))
+    flushed = _sum(((exact > 0) & (code == 0)).to(tl.int32), JOINS)
+    _store(row, 1, flushed)
+    _store(row, 7, (flushed > 0).to(tl.int32))
+    # Rounding keeps the order, so that nothing of a block is kept if its largest element is not.
+    _store(row, 8, ((greatest > 0) & (_rounded(amax * multiplier, MANTISSA, LEAST) == 0)).to(tl.int32))
+    tl.store(row + 9, tl.min(tl.where(amax > 0, scale, INF)))
+    tl.store(row + 10, tl.max(tl.where(amax > 0, scale, -INF)))
