@@ -245,6 +245,7 @@ class Provider:
 LIMIT = "plain read"
 CHECK = "gradstat.check"
 STATS, STATS_TRITON = "gradstat.stats", "gradstat.stats, triton"
+QUANTIZED = "gradstat.quantization_stats"
 CLIP, CLIPPED = "gradstat clip, unclipped", "gradstat clip, clipped"
 TORCH_CLIP, TORCH_CLIPPED = "torch clip, unclipped", "torch clip, clipped"
 FOREACH_NORM = "torch._foreach_norm"
@@ -264,6 +265,22 @@ def _read_table(table: Tensor) -> dict[str, float]:
         "high": float(column["max"].max()),
         "nonfinite": int(((column["nan_count"] + column["inf_count"]) > 0).sum()),
     }
+
+
+def _quantization(format: str) -> Provider:
+    """What a format would lose, on GPUs, and of one tensor: of each a kernel is launched, or two."""
+
+    def run(given: Input) -> Tensor:
+        return gradstat.quantization_stats(given.gradients, format)
+
+    def read(table: Tensor) -> dict[str, float]:
+        column = dict(zip(gradstat.QUANTIZATION_FIELDS, table.T, strict=True))
+        return {"norm": math.sqrt(float(column["sq_sum"].sum())), "nonfinite": int((column["nonfinite"] > 0).sum())}
+
+    def supports(given: Input) -> bool:
+        return given.device.type == "cuda" and len(given.gradients) == 1
+
+    return Provider(f"{QUANTIZED}, {format}", run, read, supports=supports)
 
 
 def _check(given: Input) -> gradstat.Report:
@@ -298,6 +315,7 @@ PROVIDERS = (
         _read_table,
         supports=lambda given: given.device.type == "cuda",
     ),
+    *map(_quantization, ("e4m3", "mxfp8", "nvfp4")),
     Provider(
         FOREACH_NORM,
         lambda given: torch._foreach_norm(given.gradients),

@@ -102,7 +102,7 @@ FORMATS: dict[str, Format] = {
             E2M1,
             16,
             "two-level",
-            "Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), appendix C, and TransformerEngine's "
+            "Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), and TransformerEngine's "
             "NVFP4BlockScaling",
             weight_block=16,
         ),

@@ -117,10 +117,10 @@ def test_every_pattern_of_bits_is_stored_as_by_ml_dtypes(
     size = made.block or 16
     some = with_companions(values[torch.randperm(len(values))[:8192]], size)
     assert_as_ml_dtypes(some, dataclasses.replace(made, block=size), monkeypatch)
-    if not made.block:  # as it is: one scale, of any exponent
+    if not made.block or made.rule == "two-level":  # a scale of the whole tensor, of any exponent
         for exponent in range(-140, 128, 20):
             below = torch.where(values.abs() < 2.0**exponent, values, -0.0)
-            assert_as_ml_dtypes(below.reshape(1, -1), made, monkeypatch)
+            assert_as_ml_dtypes(below.reshape(-1, made.block or len(values)), made, monkeypatch)
 
 
 def blocks_in(x: Tensor, made: Format, dim: int, weight: bool) -> np.ndarray:

@@ -69,7 +69,7 @@ def quantization_gate(
     name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, amax: bool = False
 ) -> Gate:
     """The kernel of a format and a shape of its blocks, for elements of a dtype; or that of its largest magnitude."""
-    shape = _triton.Geometry(1, 1 if name == "mxfp8" else 1 << 10, 1 << 20, rows, columns)
+    shape = _triton.Geometry(1, 1 << 10 if name == "nvfp4" else 1, 1 << 20, rows, columns)
     element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}[dtype]
     constants: dict[str, Any] = shape.constants
     arguments = {"x": element, "largest": "*fp32", "out": "*fp64"}
