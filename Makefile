@@ -69,7 +69,7 @@ format: $(VENV)/.for-lint ## Rewrite the sources in the enforced style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# RECORD=--record appends the results to benchmarks/results, from which docs/testing.md is rendered.
+# RECORD=--record appends the results to benchmarks/results, for docs/project.md.
 fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, and 500 random programs under a monitor
 	GRADSTAT_LONG=1 $(BIN)/python -m pytest -q tests/life/test_life_monitor.py
 	$(BIN)/python tools/fuzz.py $(RECORD)

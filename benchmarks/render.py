@@ -22,7 +22,7 @@ from step_providers import GROUP
 
 ROOT = Path(__file__).resolve().parent.parent
 ALTERNATIVES = ("Lightning steps", "Trainer steps", "Weights & Biases steps")
-_PAGES = ("alternatives", "detection", "golden", "performance", "numerics", "stepping", "testing")
+_PAGES = ("alternatives", "detection", "golden", "performance", "numerics", "stepping")
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
@@ -89,11 +89,9 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
     "numerics": _of_every_device("numerics", tables.norm_errors),
-    "fuzz": _of_every_device("fuzz", tables.table_of_rows),
     "golden_healthy": _of_every_device("golden", partial(tables.of_group, name="golden, healthy")),
     "golden_cases": _of_every_device("golden", tables.golden_cases),
     "guards": _of_every_device("guards", tables.guards),
-    "leaks": _of_every_device("leaks", tables.table_of_rows),
 }
 
 

@@ -2,7 +2,7 @@
 
 ``make matrix`` runs the sessions tagged "usual". ``nox -f tools/noxfile.py -l`` lists all, and
 ``nox -f tools/noxfile.py -s "wheel(python='3.12', torch='2.12.1')" -- dist/*.whl`` runs one. They take network,
-gigabytes and an hour. The outcomes belong into docs/compatibility.md.
+gigabytes and an hour. The outcomes belong into docs/project.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The public names: those in `__all__` of modules whose path has no leading underscore, as in docs/versioning.md."""
+"""The public names: those in `__all__` of modules whose path has no leading underscore, as in docs/project.md."""
 
 import importlib
 import pkgutil
