@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradstat import monitor as monitor
     from gradstat.accumulation import AccumulationReport, MicroBatches
     from gradstat.automatic import AutoHandle, auto
-    from gradstat.lowprecision import QUANTIZATION_FIELDS, quantization_stats
+    from gradstat.lowprecision import QUANTIZATION_FIELDS, LowPrecision, quantization_stats
     from gradstat.monitor import Monitor
     from gradstat.patch import patch_torch
 
@@ -40,6 +40,7 @@ __all__ = [
     "ClipSummary",
     "FixedClip",
     "GuardCounts",
+    "LowPrecision",
     "MicroBatches",
     "Monitor",
     "NonFiniteGradientError",
@@ -75,6 +76,7 @@ __all__ = [
 _LAZY = {
     "AccumulationReport": "accumulation",
     "AutoHandle": "automatic",
+    "LowPrecision": "lowprecision",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
     "QUANTIZATION_FIELDS": "lowprecision",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradstat._core.warn import warn_of_failure
+from gradstat._core.wrappers import uncompiled
 
 
 class Hook:
@@ -85,3 +87,42 @@ def removed_with(owner: object, handles: list[Any]) -> Callable[[], None]:
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def why_unseen(model: nn.Module, seen: Collection[str], hooked: Collection[str]) -> list[str]:
+    """Why hooks have seen no forward pass of some modules of ``model``, or of all.
+
+    Args:
+        model: The module that the names are in.
+        seen: The names of the modules that were seen in a step.
+        hooked: Those of all modules with hooks.
+    """
+    if not hooked:
+        return ["of a model without modules inside"]
+    opaque = opaque_parts(model, [name for name in hooked if name not in seen])
+    if not seen and not opaque:
+        not_called = (
+            "of a model that was not called, as model(...), in training and outside of transforms of torch.func"
+        )
+        return [f"{not_called}; hooks see neither model.forward(...) nor a call that torch.compile has compiled"]
+    return [f"of {part or 'the model'}, which is {why}" for part, why in opaque.items()]
+
+
+def opaque_parts(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """The outermost parts of ``model``, with modules of these ``names``, in which no hook is called, and why not."""
+    modules, found = dict(model.named_modules()), dict[str, str]()
+    for name in names:
+        parts = ("", *itertools.accumulate(name.split("."), "{}.{}".format))
+        opaque = next((part for part in parts if _why_no_hooks(modules.get(part))), None)
+        if opaque is not None:
+            found[opaque] = _why_no_hooks(modules[opaque])
+    return found
+
+
+def _why_no_hooks(module: nn.Module | None) -> str:
+    """Why hooks of the modules in ``module`` may not be called; empty if they are."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted: TorchScript calls no hooks in it"
+    if module is not None and (uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None)):
+        return "compiled: torch.compile leaves hooks out of its graphs. Train it uncompiled to watch it"
+    return ""

@@ -217,6 +217,12 @@ model = Model()
 dataset = [{"x": x, "labels": y} for x, y in zip(torch.randn(8, 4), torch.randn(8, 1))]
 args = TrainingArguments("out", use_cpu=True, max_steps=2, report_to="none", disable_tqdm=True)
 """,
+    "gradstat.LowPrecision": """
+def train(model):
+    for inputs, targets in batches:
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+""",
     "gradstat.Monitor": "",
     "gradstat.monitor.rule": "",
     "gradstat.monitor.Schedule": "loader = [x for x, _ in batches]",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from gradstat._core.hooks import Hook, removed_with
+from gradstat._core.hooks import Hook, removed_with, why_unseen
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained
 from gradstat._core.tensors import why_not_measured
-from gradstat._core.wrappers import uncompiled
 from gradstat.monitor.arguments import Settings
 from gradstat.monitor.probes.graph import Leaves
 from gradstat.monitor.segments import PendingRows, Segment
@@ -128,33 +126,10 @@ class HookedProbe(Probe):
             seen: The names of the modules that were seen in the first step in which the probe is due.
             hooked: Those of all modules with hooks.
         """
-        if not self.may_tell:
-            return
-        self.may_tell, modules = False, dict(self.run.model.named_modules())
-        whys: dict[str, str] = {}
-        for name in hooked:
-            parts = ("", *itertools.accumulate(name.split("."), "{}.{}".format)) if name not in seen else ()
-            opaque = next((part for part in parts if _why_no_hooks(modules.get(part))), None)
-            if opaque is not None:
-                whys[opaque] = f"of {opaque or 'the model'}, which is {_why_no_hooks(modules[opaque])}"
-        if not hooked:
-            whys[""] = "of a model without modules inside"
-        elif not seen and not whys:
-            whys[""] = (
-                "of a model that was not called, as model(...), in training and outside of transforms of torch.func; "
-                "hooks see neither model.forward(...) nor a call that torch.compile has compiled"
-            )
-        for why in whys.values():
-            self.run.unwatched.leave_out(self.watch, why)
-
-
-def _why_no_hooks(module: nn.Module | None) -> str:
-    """Why hooks of the modules in ``module`` may not be called; empty if they are."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "scripted: TorchScript calls no hooks in it"
-    if module is not None and (uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None)):
-        return "compiled: torch.compile leaves hooks out of its graphs. Train it uncompiled to watch it"
-    return ""
+        if self.may_tell:
+            self.may_tell = False
+            for why in why_unseen(self.run.model, seen, hooked):
+                self.run.unwatched.leave_out(self.watch, why)
 
 
 def own_shards(named: NamedParameters) -> list[Any]:

@@ -1,0 +1,275 @@
+"""`LowPrecision`: what is measured of which products, who is named first, and what the study leaves as it was."""
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import Ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import gradstat
+from gradstat.integrations.loggers import JsonlWriter, log_scalars
+from gradstat.lowprecision._reference import quantized
+from gradstat.lowprecision.formats import FORMATS
+
+FIELD = {name: i for i, name in enumerate(gradstat.QUANTIZATION_FIELDS)}
+PRODUCTS = ("output", "input gradient", "weight gradient")
+
+
+class Net(nn.Module):
+    """Tokens through an embedding, a residual block, which ``around`` calls, and a head."""
+
+    def __init__(self, tied: bool = False, around: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
+        self.up: nn.Module
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.around = around or (lambda block, x: block(x))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.tokens(x)
+        return self.head(x + self.around(lambda x: self.down(self.up(x).relu()), x))
+
+
+def train(model: nn.Module, steps: int, optimizer: Any = None, passes: int = 1, **autocast: Any) -> Tensor:
+    """Trains on random tokens, the same in each run, and returns the last loss."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    random = torch.Generator().manual_seed(1)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        for _ in range(passes):
+            tokens = torch.randint(96, (4, 17), generator=random)
+            with torch.autocast("cpu", **autocast) if autocast else nullcontext():
+                logits = model(tokens[:, :-1])
+            loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def products(study: gradstat.LowPrecision) -> dict[str, set[str]]:
+    """By layer, the names of the products that were studied."""
+    found: dict[str, set[str]] = {}
+    for row in study.table():
+        found.setdefault(row["layer"], set()).add(row["product"])
+    return found
+
+
+EVERY = {name: set(PRODUCTS) for name in ("up", "down", "head")}
+
+
+def test_the_numbers_are_those_of_the_operator_on_what_the_products_take() -> None:
+    model = Net()
+    study, taken = gradstat.LowPrecision(model, ("mxfp4", "nvfp4", "e4m3"), every=1), {}
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        taken["input"], taken["weight"] = args[0].flatten(0, 1).detach(), module.weight.detach().clone()
+        output.register_hook(lambda gradient: taken.update({"output gradient": gradient.flatten(0, 1)}))
+
+    model.down.register_forward_hook(keep)
+    train(model, 3)  # the second layer is studied in the third step
+    for row in study.table():
+        if row["layer"] != "down":
+            continue
+        across = row["product"] == "weight gradient" or (row["product"], row["operand"]) == ("input gradient", "weight")
+        matrix = taken[row["operand"]].T if across else taken[row["operand"]]
+        is_weight = row["operand"] == "weight"
+        expected = gradstat.quantization_stats([matrix], row["format"], weight=is_weight)[0]
+        flushed = float(expected[FIELD["flushed"]] / expected[FIELD["nonzero"]])
+        ratio = float(expected[FIELD["sq_sum"]] / expected[FIELD["sq_error"]])
+        assert row["flushed"] == pytest.approx(flushed)
+        assert row["sqnr"] == pytest.approx(10 * math.log10(ratio))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_the_noise_of_a_weight_gradient_is_what_quantizing_its_operands_makes(format: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(128, 64)
+    x, g = torch.randn(256, 128) * torch.rand(256, 1), torch.randn(256, 64) * torch.rand(256, 1)
+    study, optimizer = gradstat.LowPrecision(layer, [format], every=1), torch.optim.SGD(layer.parameters(), lr=0.0)
+    for _ in range(2):
+        (layer(x) * g).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exact = g.T.double() @ x.double()
+    made = quantized(g, FORMATS[format], 0).T.double() @ quantized(x, FORMATS[format], 0).double()
+    (noise,) = {row["noise"] for row in study.table() if row["product"] == "weight gradient"}
+    assert noise == pytest.approx(float((made - exact).norm() / exact.norm()), rel=0.1)
+
+
+def outlier_channel(model: Net) -> None:
+    """As in large models: a channel of activations is 300 times as large, the weight it meets as small."""
+    with torch.no_grad():
+        model.up.weight[5] *= 300
+        model.up.bias[5] += 300
+        model.down.weight[:, 5] /= 300
+
+
+def tiny_gradients(model: Net) -> None:
+    model.up.register_forward_hook(lambda *args: args[2].detach() + 1e-36 * (args[2] - args[2].detach()))
+
+
+@pytest.mark.parametrize(
+    ("plant", "tied", "first"),
+    [(outlier_channel, False, "down"), (tiny_gradients, False, "up"), (lambda model: None, True, "head")],
+)
+def test_what_is_planted_is_named_first(plant: Callable[[Net], None], tied: bool, first: str) -> None:
+    model = Net(tied)
+    plant(model)
+    study = gradstat.LowPrecision(model, every=3)
+    train(model, 11, torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert study.table()[0]["layer"] == first
+    assert f"keep {first}" in str(study), str(study)
+
+
+def test_training_is_the_same_and_nothing_is_kept() -> None:
+    plain, studied, alive = Net(), Net(), []
+    study = gradstat.LowPrecision(studied, every=3)
+    studied.up.register_forward_hook(lambda *args: alive.append(weakref.ref(args[2])))
+    assert torch.equal(train(plain, 8), train(studied, 8))
+    assert all(map(torch.equal, plain.state_dict().values(), studied.state_dict().values()))
+    assert not any(module._forward_hooks for module in (studied.down, studied.head))
+    assert not any(parameter._backward_hooks for parameter in studied.parameters())
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+    model = weakref.ref(studied)
+    del studied
+    gc.collect()
+    assert model() is None
+    assert products(study) == EVERY
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "plain": lambda block, x: block(x),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "not reentrant": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "called twice": lambda block, x: block(block(x)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("options", [{}, {"passes": 3}, {"dtype": torch.bfloat16}])
+def test_each_layer_counts_once_in_a_step(around: str, options: dict[str, Any]) -> None:
+    model, measured = Net(around=AROUND[around]), list[torch.dtype]()
+    study = gradstat.LowPrecision(model, ["mxfp8"], every=2)
+    with pytest.MonkeyPatch.context() as patch:
+        stats, name = gradstat.quantization_stats, "gradstat.lowprecision.operands.quantization_stats"
+        patch.setattr(name, lambda *args, **kwargs: measured.append(args[0].dtype) or stats(*args, **kwargs))
+        train(model, 7, **options)  # on a CPU a sampled step for each layer
+    assert products(study) == EVERY
+    assert measured == [options.get("dtype", torch.float32)] * 3 * 6  # layers, and operands in two directions
+
+
+class Conv1D(nn.Module):
+    """As that of transformers, with a weight of ``[inputs, outputs]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.zeros(128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
+
+
+def test_a_product_that_a_layer_does_not_have_is_not_shown() -> None:
+    model = Net()
+    model.tokens.requires_grad_(False)
+    model.up = Conv1D()
+    model.down.requires_grad_(False)  # as the layer that LoRA stands beside
+    model.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    study = gradstat.LowPrecision(model, every=1)
+    train(model, 7)
+    one = {"up": {"output", "weight gradient"}, "down": {"output", "input gradient"}}
+    assert products(study) == EVERY | one
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_code_is_told_once_and_not_compiled_again(in_place: bool) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model: Any = Net() if in_place else torch.compile(Net(), backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    study = gradstat.LowPrecision(model, every=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, 7)
+    told = [str(warning.message) for warning in caught if "not watched" in str(warning.message)]
+    assert len(told) == 1
+    assert "the matrix products of the model, which is compiled: torch.compile leaves hooks out of its" in told[0]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert study.table() == []
+
+
+@pytest.mark.filterwarnings("ignore:gradstat. not watched")
+def test_whose_steps_count() -> None:
+    model, other = Net(), nn.Linear(2, 2)
+    study = gradstat.LowPrecision(model, every=10)
+    two = torch.optim.SGD(model.up.parameters()), torch.optim.Adam(model.down.parameters())
+    for _ in range(5):
+        for optimizer in (torch.optim.SGD(other.parameters()), *two):
+            optimizer.step()
+    assert study.steps == 5
+    for _ in range(3):
+        two[1].step()  # the first is no longer used
+    assert study.steps == 8
+    study.step()
+    assert study.steps == 9
+    study.detach()
+
+
+def test_results_reach_print_page_and_loggers(tmp_path: Path) -> None:
+    model = Net()
+    study = gradstat.LowPrecision(model, every=2)
+    assert "no layer was studied yet" in str(study)
+    train(model, 7)
+    assert all(f"{layer}: {product}" in str(study) for layer in EVERY for product in PRODUCTS)
+    page = study.write_page(tmp_path / "deep" / "page.html", "<b>").read_text()
+    assert page.count("<td ") == 3 * 2 * 6
+    assert "<h1>&lt;b&gt;" in page
+    with JsonlWriter(tmp_path / "log.jsonl") as writer:
+        log_scalars(writer, study.scalars(), 4)
+    assert "lowprecision/nvfp4/noise/head" in (tmp_path / "log.jsonl").read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"formats": ()}, {"formats": ["fp4"]}])
+def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong)).removesuffix('s')}.* expected "):
+        gradstat.LowPrecision(Net(), **wrong)
+
+
+def _study_of(sharded: bool) -> tuple[dict[str, set[str]], list[float]]:
+    model: Any = Net()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (model.up, model.down, model):
+            fully_shard(part)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    study = gradstat.LowPrecision(model, ["nvfp4"], every=1)
+    train(model, 4)
+    return products(study), [row["noise"] for row in study.table()]
+
+
+def test_on_several_ranks_each_studies_its_own_products(ranks: Ranks) -> None:
+    alone = Net()
+    study = gradstat.LowPrecision(alone, ["nvfp4"], every=1)
+    train(alone, 4)
+    for sharded in (False, True):
+        for found, noise in ranks.run(2, _study_of, sharded):
+            assert {name.removeprefix("module."): each for name, each in found.items()} == EVERY
+            assert noise == pytest.approx([row["noise"] for row in study.table()], rel=1e-3)
