@@ -28,6 +28,7 @@ from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Window
 
 _SCALED = "a loss, or gradients, multiplied by almost 0"
+_HARD = "inputs that tell little about the labels, or terms of the loss that work against each other"
 
 
 class NegativeLoss(TargetsRule):
@@ -179,7 +180,7 @@ class NoLearning(LearningRule):
     steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 of that, or more than half
     of the predictions above chance are right, as where the loss has other terms. Where no outputs were seen, as of a
     program that calls parts of the model only, nothing is judged: a loss alone does not tell what was learned. Nor does
-    one of several terms, unless predictions were seen: guessing is no measure for their sum.
+    one of several terms, unless predictions or labels were seen: guessing is no measure for their sum.
 
     Args:
         steps: After so many, and then every 64, the last losses are judged, unless the learning rate still rises.
@@ -198,7 +199,7 @@ class NoLearning(LearningRule):
     # How near to guessing among the samples a loss stays, and from which shares of it it may begin.
     _NEAR, _BEGAN = 0.005, (CHANCE, 1.25)
 
-    _has_learned, _samples = carried(False), carried(0.0)
+    _has_learned = carried(False)
     _norm, _grown = carried(math.nan), carried(math.nan)  # of weights, first and since
     _gradient = carried(math.nan)  # the norm of the first gradients
 
@@ -209,7 +210,6 @@ class NoLearning(LearningRule):
     def judge(self, window: Window) -> Iterable[Finding]:
         if math.isnan(self._gradient):
             self._gradient = window.value("norm", 0)
-        self._samples = self._samples if window.outputs.fit is None else window.outputs.fit.samples
         for step, norm in norms_of_weights(window):
             yield from self._judge_losses(window, step)
             self._norm = max(norm, 1e-300) if math.isnan(self._norm) else self._norm
@@ -221,19 +221,21 @@ class NoLearning(LearningRule):
             if self._count < SOON + HALF:
                 continue
             is_due = self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
-            is_due &= window.outputs.classes > 0 or (window.outputs.fit is not None and not window.run.loss_is_sum)
+            fit = window.outputs.fit
+            is_due &= window.outputs.classes > 0 or (
+                fit is not None and not (window.run.loss_is_sum and fit.squares > 0)
+            )
             if is_due and not window.run.has_rival:
-                yield from self._judge_samples()
+                yield from self._judge_samples(0.0 if fit is None else fit.samples)
             if self._classes and not self._has_learned:
                 yield from self._judge_classes(window, row, is_due)
 
-    def _judge_samples(self) -> Iterator[Finding]:
+    def _judge_samples(self, samples: float) -> Iterator[Finding]:
         """Judges the last losses without knowing what the model is: as that of two classes, or a contrastive one."""
         if min(self._recent) <= 0:
             return
         now, began = median(self._recent), median(self._first[:SOON])
-        scatter, samples = median(np.abs(np.array(self._recent) - now)), self._samples
-        low, high = self._BEGAN
+        scatter, (low, high) = median(np.abs(np.array(self._recent) - now)), self._BEGAN
         for count in (2.0, samples, samples - 1, 2 * samples, 2 * samples - 1, 2 * samples - 2):
             usual = math.log(max(count, 1.0))  # the number of samples may be unknown, and 0
             is_near = abs(now - usual) < self._NEAR * usual > scatter / 2
@@ -274,4 +276,5 @@ class NoLearning(LearningRule):
             causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
             text = f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
             return "norm", causes, self.advice, text
-        return "loss", self.causes, self.advice, ""
+        text = "; predictions are not certain, weights keep their norm, and gradients are not small"
+        return "loss", (*self.causes, _HARD), self.advice, text

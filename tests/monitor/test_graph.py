@@ -71,6 +71,8 @@ TERMS: dict[str, tuple[Of, bool]] = {
     "a detached term": (lambda x, p: F.cross_entropy(x, X.argmax(1)) + 3 * x.detach().abs().mean(), True),
     "a constant": (lambda x, p: 1 + F.cross_entropy(x, X.argmax(1)), True),
     "less a detached term": (lambda x, p: (F.cross_entropy(x, X.argmax(1)) - p.detach().sum()) / 2, True),
+    "a binary cross-entropy": (lambda x, p: F.binary_cross_entropy_with_logits(x, X.sigmoid()), True),
+    "one of probabilities": (lambda x, p: 2 * F.binary_cross_entropy(x.sigmoid(), X.sigmoid()), True),
     "a penalty": (lambda x, p: F.cross_entropy(x, X.argmax(1)) + 0.1 * p.square().sum(), True),
 }  # fmt: skip
 

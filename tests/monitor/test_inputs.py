@@ -27,9 +27,11 @@ from torch.nn.functional import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
     cross_entropy,
+    huber_loss,
     layer_norm,
     mse_loss,
     nll_loss,
+    poisson_nll_loss,
     smooth_l1_loss,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -349,6 +351,8 @@ FITS: dict[str, Fit] = {
     "classes": (cross_entropy, classes, 4),
     "one class rare": (cross_entropy, lambda step: (score(step)[:, 0] > 1.2).long(), 2),
     "log probabilities": (nll_loss, classes, 4, LOG_SOFTMAX),
+    "absolute error in a dict": (lambda x, y: smooth_l1_loss(x["y"], y, beta=0.1), score, 1, lambda x: {"y": x}),
+    "relative error": (lambda x, y: ((x - y).norm(dim=1) / y.norm(dim=1)).mean(), lambda step: score(step, 3), 3),
 }
 
 
@@ -552,36 +556,40 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
         lambda: fit("classes", then(same)),
     "logarithms that become sorted -> also all labels are of one class; of 9 before":
         lambda: fit("log probabilities", then(by_class)),
-    # Three batches tell that an error is one of squares.
-    "values that become equal -> also all targets are equal; of 7 before, 7": lambda: fit("squared error", then(same)),
-    "columns that become equal -> also all targets are equal; of 7": lambda: fit("its sum, two columns", then(same)),
+    "values that become equal -> also all targets are equal; of 9 before, 9": lambda: fit("squared error", then(same)),
+    "columns that become equal -> also all targets are equal; of 9": lambda: fit("its sum, two columns", then(same)),
+    "a relative error becomes that of equal targets -> also all targets are equal; of 9":
+        lambda: fit("relative error", then(same)),
     "targets that become equal -> also all targets are equal; of 9": lambda: fit("logits", then(same)),
     "probabilities that become equal -> also all targets are equal; of 9": lambda: fit("probabilities", then(same)),
     "several labels that become equal -> also all targets are equal; of 9": lambda: fit("several labels", then(same)),
-    # As centres may be.
+    **{
+        f"{name}, equal from the beginning -> also all targets are equal": functools.partial(fit, name, same)
+        for name in ("squared error", "its sum, two columns", "absolute error in a dict", "relative error")
+    },
+    # As a difference of two scores has no target, and centres and errors have one by construction.
     **{
         f"{name}, equal from the beginning -> no targets are equal": functools.partial(fit, name, same)
-        for name in ("squared error", "its sum, two columns", "logits", "probabilities", "several labels")
+        for name in ("logits", "probabilities", "several labels")
     },
+    "a centre of many elements -> nothing": lambda: fitted(lambda x, y: (x - 0.3).square().mean(), score, 12),
+    "outputs that are errors -> nothing": lambda: fitted(lambda x, y: x.square().mean(), score),
     "a linear loss that stays the same -> no squares": lambda: fitted(lambda x, y: (x.detach() - x).mean() - 4, score),
     "the same linear loss -> no correlation": lambda: fitted(lambda x, y: (x.detach() - x).mean() - 4, score),
     "a policy that settles on an action -> no labels are of": lambda: fitted(
         by_returns, lambda step: classes(step) * (step < 150), 4),
     "a batch of one sample -> no labels are of": lambda: fitted(lambda x, y: cross_entropy(x[:1], y[:1]), classes, 4),
     "rare classes -> no labels are of": lambda: fitted(cross_entropy, lambda step: (score(step)[:, 0] > 2.5).long(), 2),
-    # Neither a square nor a cross-entropy; one with another term, and with another number in each batch; a centre.
-    "an absolute error -> nothing": lambda: fitted(lambda x, y: smooth_l1_loss(x, y, beta=0.1), other(score)),
     "another term -> nothing": lambda: fitted(lambda x, y: mse_loss(x, y) + x.abs().mean(), other(score)),
-    "weighed batches -> nothing":
-        lambda: fitted(lambda x, y: (x - y).square().mean() * (1 + y.abs().mean().detach()), other(score)),
-    "one target for all -> nothing": lambda: fitted(lambda x, y: (x - 0.3).square().mean(), other(score)),
     # Gradients that only cancel tell no targets.
     "hidden values -> no correlation": lambda: fitted(hidden, other(classes), 4),
     "a policy of logarithms -> no correlation": lambda: fitted(by_returns, other(classes), 4, LOG_SOFTMAX),
     "a wrong sign -> also minus a sum of squares of residuals": lambda: fitted(lambda x, y: -mse_loss(x, y), score),
-    "targets of 1,000 -> also targets have a standard": lambda: fitted(mse_loss, lambda step: 1000 * score(step)),
+    "targets of 1,000 -> also or more away from outputs": lambda: fitted(mse_loss, lambda step: 1000 * score(step)),
+    "targets of 1,000, absolute errors -> also or more away from outputs":
+        lambda: fitted(smooth_l1_loss, lambda step: 1000 * score(step)),
     "views of the same samples -> nothing": lambda: fitted(contrastive, scores, 4, lr=0.003),
-    "views of other samples -> guessing among": lambda: fitted(contrastive, other(scores), 4, lr=0.003),
+    "views of other samples -> have a correlation of": lambda: fitted(contrastive, other(scores), 4, lr=0.003),
     "a rate of 1 -> the weights have grown": lambda: fitted(lambda x, y: (x - y).abs().mean(), score, lr=1.0),
     # Settings
     "a dropout of 0.95 -> 0 layer: the dropout of layer leaves a tenth or less": lambda: dropped(nn.Dropout(0.95)),
@@ -761,6 +769,34 @@ def test_sums_of_a_fit_are_those_of_outputs_and_targets(kind: str, dtype: torch.
     reference = [values.square().sum(), (values * residuals).sum(), residuals.square().sum(), squares]
     assert [*seen.fit[:4]] == pytest.approx([float(each) for each in reference], rel=1e-4, abs=1e-6)
     assert (seen.fit.elements, seen.fit.samples) == (200, 40)
+    assert seen.fit.uncentred == pytest.approx(float(expected[kind].square().sum()), rel=1e-4)
+
+
+CONVEX: dict[str, Loss] = {
+    "squares": lambda x, y: mse_loss(x, y),
+    "absolute error": lambda x, y: (x - y).abs().mean(),
+    "Huber": lambda x, y: huber_loss(x, y, delta=0.3),
+    "norms": lambda x, y: ((x - y).norm(dim=1) / y.norm(dim=1)).mean(),
+    "quantile": lambda x, y: torch.maximum(0.9 * (y - x), 0.1 * (x - y)).mean(),
+    "Poisson": lambda x, y: poisson_nll_loss(x, y.abs()),
+}
+
+
+@pytest.mark.parametrize("loss", CONVEX.values(), ids=CONVEX)
+@pytest.mark.parametrize("columns", [1, 3])
+def test_pairs_of_samples_cross_unless_all_targets_are_equal(loss: Loss, columns: int) -> None:
+    """For any convex loss."""
+    outputs, targets = torch.randn(40, columns), torch.randn(40, columns)
+    for asked, are_equal in ((targets, False), (torch.full_like(targets, 0.7), True)):
+        fit = seen_in(outputs, asked, loss, lambda x: 1 * x)[0].fit
+        assert (fit.crossing == 0) == are_equal
+        assert fit.facing > 0
+        assert not fit.are_errors
+        assert (fit.evenness == 1) == (loss is CONVEX["absolute error"])
+    fit = seen_in(outputs, 0 * targets, lambda x, _: x.abs().mean(), lambda x: 1 * x)[0].fit
+    assert (fit.crossing, fit.are_errors) == (0, True)
+    fit = seen_in(outputs, targets, lambda x, _: x.mean(), lambda x: 1 * x)[0].fit
+    assert (fit.crossing, fit.facing) == (0, 0)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -383,7 +383,7 @@ def learning(
 
 def alone(losses: Sequence[float], **run: Any) -> Story:
     """As `learning`, of outputs that are not known to be those of classes, as hidden values."""
-    seen = [Observation("outputs", 0, fitted()._replace(classes=0))]
+    seen = [Observation("outputs", 0, fitted(2.0))]
     return replace(learning(losses), observations=seen, run=RunSettings(**run))
 
 
@@ -393,15 +393,25 @@ def constants(*names: str) -> Story:
     return Story(3, {"loss": [1.0] * 3}, {"parameter": Table({0: rows})})
 
 
-def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0) -> OutputFacts:
+def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0, **more: float) -> OutputFacts:
     """Outputs of which targets are known: at once, or from a ``loss`` that is an eighth of the squared gradients.
 
-    Their standard deviations are 1 and ``spread``, and they are ``related``.
+    Their standard deviations are 1 and ``spread``, and they are ``related``. Of a `Fit` there may be ``more``.
     """
     scale, squares = 0.25 if loss >= 0 else -0.25, 8 * abs(loss)
     scale = scale if loss else 1.0
     sums = 64.0, 64 * (1 - related * spread) / scale, 64 * (1 + spread**2 - 2 * related * spread) / scale**2
-    return OutputFacts(fit=Fit(*sums, squares, 64.0, 16.0))
+    return OutputFacts(fit=Fit(*sums, squares, 64.0, 16.0)._replace(**more))
+
+
+def unlike(i: int, related: float = 0.0, uncentred: float = 0.0) -> OutputFacts:
+    """Outputs with a loss of 2 that is no squared error: it is another share of squared gradients in each look."""
+    return fitted(2.0, 1.0, related, squares=10 * 1.02 ** (-1) ** i, uncentred=uncentred, evenness=0.51)
+
+
+def alike(label: int) -> OutputFacts:
+    """Outputs for as many classes as the last layer has rows, and labels of one class."""
+    return facts(classes=8, label=label)
 
 
 def facts(**more: Any) -> OutputFacts:
@@ -879,25 +889,41 @@ STORIES: list[tuple[Any, ...]] = [
     ("a loss over the samples -> softmax-dimension, warning 10 logits: the loss takes the softmax of the outputs",
      looking([facts(takes_over_samples=True)] * 2)),
     ("labels of one class -> equal-targets, warning 0 logits: each of 6 batches looked at, all labels are of the same",
-     looking([facts(label=1)] * 6), looking([facts(label=1)] * 5), looking([facts(label=1), facts()] * 6),
-     looking([facts(label=1)] * 6, run=RIVAL)),
+     looking([alike(1)] * 6), looking([alike(1)] * 5), looking([alike(1), facts()] * 6),
+     looking([alike(1)] * 6, run=RIVAL), looking([facts(label=1)] * 6)),
     ("data sorted by class -> equal-targets, warning 0 logits: in each of 5 batches looked at, all labels are of one",
-     looking([facts(label=i) for i in range(5)]), looking([facts(label=i) for i in range(4)])),
+     looking([alike(i) for i in range(5)]), looking([alike(i) for i in range(4)])),
     ("labels that become equal -> equal-targets, warning 40 logits: of the same class; of 4 before, 4 had several",
      looking([facts()] * 4 + [facts(label=1)] * 7), looking([facts()] * 4 + [facts(label=1)] * 6),
      looking([facts()] * 4 + [facts(label=1, fit=None)] * 7)),
     ("targets that become equal -> equal-targets, warning 40 logits: all targets are equal; of 4 before, 4 had several",
      looking([fitted()] * 4 + [fitted(spread=0.0)] * 7), looking([fitted(spread=0.0)] * 11, 1.0)),
+    ("targets that are equal -> equal-targets, warning 0 logits: in each of 6 batches looked at, all targets are equal",
+     looking([fitted(2.0, crossing=0.0, facing=0.3)] * 6), looking([fitted(2.0, crossing=0.0, facing=0.3)] * 5),
+     looking([fitted(2.0, crossing=0.01, facing=0.3)] * 6), looking([fitted(2.0, crossing=0.0, facing=0.2)] * 6),
+     looking([fitted(2.0, crossing=0.0, facing=0.3, are_errors=1.0)] * 6),
+     looking([fitted(2.0, crossing=0.0, facing=0.3, elements=65.0)] * 6)),
     ("minus a squared error -> negative-loss, warning 20 loss: the loss is -0.7, and minus a sum of squares",
      looking([fitted(-loss) for loss in ERRORS], [-loss for loss in ERRORS]),
      looking([fitted(loss) for loss in ERRORS], ERRORS)),
-    ("targets in a raw scale -> raw-targets, warning 0 loss: a standard deviation of 51, and the first outputs one",
-     looking([fitted(loss, spread=51.0) for loss in ERRORS], ERRORS),
-     looking([fitted(loss, spread=49.0) for loss in ERRORS], ERRORS)),
+    ("targets in a raw scale -> raw-targets, warning 0 loss: targets are 201 or more away from outputs, by the root",
+     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 2.0),
+     looking([unlike(i, uncentred=64 * (5.1 * 199) ** 2) for i in range(3)], 2.0),
+     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(2)], 2.0),
+     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2 * (i > 0)) for i in range(3)], 2.0),
+     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 2.0, run=RunSettings(loss_is_sum=True)),
+     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 2.0, run=RIVAL),
+     looking([fitted(2.0, squares=10 + i, uncentred=64 * (5.1 * 250) ** 2, evenness=0.5) for i in range(3)], 2.0)),
     ("targets of other samples -> unrelated-outputs, warning 0 loss: after 240 steps, as by chance",
      looking([fitted(related=0.02 * (-1) ** i) for i in range(25)]),
      looking([fitted(related=0.02 * (-1) ** i) for i in range(24)]),
      looking([fitted(related=0.02 * (-1) ** i + 0.1) for i in range(25)])),
+    ("targets of other samples in any loss -> unrelated-outputs, warning 0 loss: after 240 steps, as by chance",
+     looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], 2.0),
+     looking([unlike(i, 0.02 * (-1) ** i) for i in range(25)], 2.0),
+     looking([unlike(i, 0.02 * (-1) ** i + 0.12, 64.0) for i in range(25)], 2.0),
+     looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], 2.0, run=RunSettings(loss_is_sum=True)),
+     looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], [3.0] * 7 + [2.0] * 18)),
 ]  # fmt: skip
 by_story = pytest.mark.parametrize(
     ("of_rule", "told", "story", "fine"),

@@ -51,6 +51,9 @@ _OF_A_TERM = {
     *_MOVES, *_TAKES_SOME, "Div", "LogSoftmax", "Logsumexp", "Mean", "Mul", "Neg", "NllLoss", "NllLoss2D", "Sum",
 }  # fmt: skip
 
+# Functions that are sums of two terms, of which not both can be 0 if a target is between 0 and 1.
+_OF_TWO_TERMS = {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
+
 # Functions that are defined for positive numbers only, or grow beyond all bounds near 0: which argument, and in words.
 _OF_POSITIVE = {
     "Digamma": (0, "its digamma function"),
@@ -167,13 +170,16 @@ def activated_logits(loss: Tensor) -> ActivatedLogits | None:
 
 
 def is_sum(loss: Tensor) -> bool:
-    """Whether ``loss`` is a sum of terms of different outputs, or of one and a number or a detached tensor."""
+    """Whether ``loss`` is a sum of terms of different outputs, or of one and a number or a detached tensor.
+
+    A binary cross-entropy is one of two terms, too.
+    """
     waiting, ends = [loss.grad_fn], set[Any]()
     seen: set[Any] = {*waiting}
     while waiting and len(ends) < 2 and len(seen) < _MOST_NODES:
         node = waiting.pop()
         edges, is_added = _edges(node), _name(node) in ("Add", "Sub")
-        if is_added and len(edges) < 2:
+        if (is_added and len(edges) < 2) or _name(node) in _OF_TWO_TERMS:
             return True
         if is_added or (_name(node) in _OF_A_TERM and len(edges) == 1):
             behind = [edge[0] for edge in edges if edge[0] not in seen]

@@ -23,6 +23,7 @@ _ACTIVATIONS = {"sigmoid": Activation.SIGMOID, "ReLU": Activation.RELU}
 MOST_ROWS, MOST_ELEMENTS, MOST_COLUMNS = 2048, 2**23, 16
 _FEW_PLACES = 4
 _FEW_LABELS = 8  # so many gradients of other losses are not all as those of equal binary labels would be
+_FEW_SAMPLES, _FEW_COLUMNS = 32, 64  # samples that are compared in pairs, and elements of each
 
 
 class Outputs(HookedProbe):
@@ -188,10 +189,27 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
         is_class = is_of_logits | (is_of_logarithms & _is_one_number(norms, most))
         residuals = torch.where(is_class, from_labels * (norms > 0)[:, None], residuals)
         values, is_exact = torch.where(is_class, probabilities, values), is_exact | is_class
-    values, residuals = values - values.mean(0), residuals - residuals.mean(0)
+    of_few, mean = _of_few(values, residuals), residuals.mean(0)
+    values, residuals = values - values.mean(0), residuals - mean
     sums = values.square().sum(), (values * residuals).sum(), residuals.square().sum(), squares * ~is_exact
     counts = values.new_full((), values.numel()), values.new_full((), len(outputs))
-    return dict(zip(Fit._fields, (*sums, *counts), strict=True))
+    uncentred = sums[2] + len(residuals) * mean.square().sum()
+    return dict(zip(Fit._fields, (*sums, *counts, uncentred, *of_few), strict=True))
+
+
+def _of_few(values: Tensor, residuals: Tensor) -> tuple[Tensor, ...]:
+    """The fields of a `Fit` from ``evenness`` on, of a few samples and elements of each."""
+    columns = slice(None, None, 1 + values.shape[1] // _FEW_COLUMNS)
+    values, residuals = values[:_FEW_SAMPLES, columns], residuals[:_FEW_SAMPLES, columns]
+    squares = residuals.square()
+    apart, asked = values[:, None] - values, residuals[:, None] - residuals
+    # Rounding in 16 bits only adds pairs that cross, and so do rows of gradients without a sample.
+    least = -1e-3 * apart.norm(dim=-1) * asked.norm(dim=-1)
+    pairs = max(1, len(values) * (len(values) - 1))
+    crossing = ((apart * asked).sum(-1) < least).sum() / pairs
+    facing = (residuals @ residuals.T < 0).sum() / pairs
+    evenness = squares.mean() / squares.amax().clamp(min=torch.finfo(squares.dtype).tiny)
+    return evenness, crossing, facing, (values * residuals >= 0).all()
 
 
 def _is_one_number(values: Tensor, most: float) -> Tensor:
