@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -89,33 +89,20 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def why_unseen(model: nn.Module, seen: Collection[str], hooked: Collection[str]) -> list[str]:
-    """Why hooks have seen no forward pass of some modules of ``model``, or of all.
-
-    Args:
-        model: The module that the names are in.
-        seen: The names of the modules that were seen in a step.
-        hooked: Those of all modules with hooks.
-    """
-    if not hooked:
-        return ["of a model without modules inside"]
-    opaque = opaque_parts(model, [name for name in hooked if name not in seen])
-    if not seen and not opaque:
-        not_called = (
-            "of a model that was not called, as model(...), in training and outside of transforms of torch.func"
-        )
-        return [f"{not_called}; hooks see neither model.forward(...) nor a call that torch.compile has compiled"]
-    return [f"of {part or 'the model'}, which is {why}" for part, why in opaque.items()]
+NOT_CALLED = (
+    "of a model that was not called, as model(...), in training and outside of transforms of torch.func; hooks see "
+    "neither model.forward(...) nor a call that torch.compile has compiled"
+)
 
 
-def opaque_parts(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+def opaque_parts(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """The outermost parts of ``model``, with modules of these ``names``, in which no hook is called, and why not."""
     modules, found = dict(model.named_modules()), dict[str, str]()
     for name in names:
         parts = ("", *itertools.accumulate(name.split("."), "{}.{}".format))
-        opaque = next((part for part in parts if _why_no_hooks(modules.get(part))), None)
-        if opaque is not None:
-            found[opaque] = _why_no_hooks(modules[opaque])
+        part = next((part for part in parts if _why_no_hooks(modules.get(part))), None)
+        if part is not None:
+            found[part] = f"of {part or 'the model'}, which is {_why_no_hooks(modules[part])}"
     return found
 
 

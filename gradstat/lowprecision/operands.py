@@ -33,10 +33,11 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
     Reading a weight that a parametrization computes may change it, as with spectral norm.
     """
-    weight = module._parameters.get("weight", vars(module).get("weight"))
-    if not (isinstance(module, nn.Linear) or _is_transposed(module)) or weight is None or is_uninitialized(weight):
+    if not (isinstance(module, nn.Linear) or _is_transposed(module)):
         return None
-    return weight if is_operand(weight) and weight.dim() == 2 else None
+    weight = module._parameters.get("weight", vars(module).get("weight"))
+    is_known = weight is not None and not is_uninitialized(weight) and is_operand(weight) and weight.dim() == 2
+    return weight if is_known else None
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradstat._core.hooks import Hook, hook_forward, opaque_parts, removed_with, why_unseen
+from gradstat._core.hooks import NOT_CALLED, Hook, hook_forward, opaque_parts, removed_with
 from gradstat._core.host_copy import is_capturing, peek_interpreter_stack
 from gradstat._core.text import count_of, expect, listed
 from gradstat._core.warn import warn
@@ -116,28 +116,31 @@ class LowPrecision:
         self.steps += 1
         if model is None or not self._is_sampled:
             return
-        layers = {name: module for name, module in model.named_modules() if weight_of(module) is not None}
-        opaque, self._layers = opaque_parts(model, layers), tuple(layers)
-        turns = min(_TURNS, len(layers))
-        for number, (name, module) in enumerate(layers.items()):
+        weights = {name: weight_of(module) for name, module in model.named_modules()}
+        layers = {name: weight for name, weight in weights.items() if weight is not None}
+        opaque, self._layers, turns = opaque_parts(model, layers or [""]), tuple(layers), min(_TURNS, len(layers))
+        for number, (name, weight) in enumerate(layers.items()):
             # In compiled parts a hook would only have them compiled again.
             is_opaque = any(part == "" or f"{name}.".startswith(f"{part}.") for part in opaque)
-            is_next = number % turns == self._samples % turns or not next(module.parameters()).is_cpu
-            if is_next and not is_opaque:
-                self._handles.append(hook_forward(module, Hook(self._forward, name), with_kwargs=True, prepend=True))
+            if not is_opaque and (not weight.is_cpu or number % turns == self._samples % turns):
+                hook = Hook(self._forward, name)
+                self._handles.append(hook_forward(model.get_submodule(name), hook, with_kwargs=True, prepend=True))
+        whys: Iterable[str] = ()
+        if self._samples == 0:
+            whys = opaque.values() if layers or opaque else ["of a model without linear layers"]
+        elif self._samples == turns and not (opaque or self._sums or self._arriving):
+            whys = [NOT_CALLED]
+        for why in whys:
+            warn(f"not watched: the matrix products {why}", UserWarning)
 
     def _end_sample(self) -> None:
-        """Begins to copy the numbers to the host. Tells once which layers hooks cannot see."""
+        """Begins to copy the numbers to the host."""
         while self._handles:
             self._handles.pop().remove()
-        measured, model = self._measured, self._model()
-        self._measured = {}
-        for name, layer in measured.items():
+        for name, layer in self._measured.items():
             layer.send()
             self._arriving.append((name, layer))
-        self._samples += 1
-        for why in why_unseen(model, measured, self._layers) if model is not None and self._samples == 1 else ():
-            warn(f"not watched: the matrix products {why}", UserWarning)
+        self._samples, self._measured = self._samples + 1, {}
 
     # One layer in a sampled step --------------------------------------------------------------------------
 
@@ -206,9 +209,10 @@ class LowPrecision:
 
     def __str__(self) -> str:
         table = self.table()
+        steps = count_of(self._samples, "sampled step")
         if not table:
-            return "gradstat: no layer was studied yet; the first sampled step is the second that an optimizer takes"
-        title = f"gradstat: matrix products in low precision, means of {count_of(self._samples, 'sampled step')}"
+            return f"gradstat: no finite layer was seen in {steps}; the first is the second that an optimizer takes"
+        title = f"gradstat: matrix products in low precision, means of {steps}"
         unseen = [name for name in self._layers if name not in self._sums]
         more = [f"not called in a sampled step: {listed(unseen, 8)}"] if unseen else []
         return "\n".join([title, *text_of(self.formats, table), *more])

@@ -28,8 +28,9 @@ _PRODUCTS = {
 LIMIT = 1 / math.sqrt(3)
 # Of normally distributed elements NVFP4 and MXFP4 flush 7 to 10 %.
 _MOST_FLUSHED = 0.5
-# A layer that costs more than all others is kept if its output's noise is more than that of formats of eight bits.
-_LARGEST_SHARE, _LEAST_NOISE = 0.5, 0.1
+# A layer that costs more than all others, and four times an equal part, is kept if its output's noise is above that of
+# formats of eight bits.
+_LARGEST_SHARE, _EQUAL_PARTS, _LEAST_NOISE = 0.5, 4, 0.1
 _SHOWN, _NAMED = 24, 8
 
 
@@ -52,7 +53,7 @@ def table_of(formats: Sequence[str], layers: Mapping[str, Means]) -> list[Row]:
     for layer in by_format[0]:
         rows, badness = list[Row](), (0, 0.0)
         for format, every in zip(formats, by_format, strict=True):
-            severity, why = _judged(every[layer])
+            severity, why = _judged(every[layer], len(every))
             badness = max(badness, (severity, every[layer][0]["share"]))
             verdict = {"keep": severity > 0, "why": why}
             rows += [{"layer": layer, "format": format, **row, **verdict} for row in every[layer]]
@@ -83,15 +84,15 @@ def _rows_of(layers: Mapping[str, Means], number: int) -> dict[str, list[Row]]:
     return {layer: [{**row, "share": costs[layer] / whole} for row in rows] for layer, rows in every.items()}
 
 
-def _judged(rows: Sequence[Row]) -> tuple[int, str]:
-    """How bad a format is for a layer with these rows, and the rule by which the layer is to be kept; 0 if by none."""
+def _judged(rows: Sequence[Row], layers: int) -> tuple[int, str]:
+    """How bad a format is for one of so many layers, and the rule by which it is to be kept; 0 if by none."""
     noisy, flushed = (max(rows, key=lambda row: row[key]) for key in ("noise", "flushed"))
     if noisy["noise"] > LIMIT:
         source = "arXiv 2505.19115" + ", 2605.09825" * (noisy["product"] == "weight gradient")
         return 2, f"the {noisy['product']}'s noise exceeds its norm over the root of 3 ({source})"
     if flushed["flushed"] > _MOST_FLUSHED:
         return 2, f"{flushed['flushed']:.0%} of the {flushed['operand']} become zero (for the {flushed['product']})"
-    if rows[0]["share"] > _LARGEST_SHARE and rows[0]["noise"] > _LEAST_NOISE:
+    if rows[0]["share"] > max(_LARGEST_SHARE, _EQUAL_PARTS / layers) and rows[0]["noise"] > _LEAST_NOISE:
         return 1, "by estimate the output's noise costs more loss than that of all other layers (empirical Fisher)"
     return 0, ""
 
@@ -119,7 +120,7 @@ def text_of(formats: Sequence[str], table: Sequence[Row]) -> list[str]:
         cells.append([f"{layer}: {product}"])
         for first, second in zip(rows[::2], rows[1::2], strict=True):  # its two operands in each format
             pairs = [f"{first['sqnr']:.1f} / {second['sqnr']:.1f}"]
-            pairs += [f"{100 * first[key]:.2g} / {100 * second[key]:.2g}" for key in ("flushed", "saturated")]
+            pairs += [f"{100 * first[key]:.1f} / {100 * second[key]:.1f}" for key in ("flushed", "saturated")]
             cells[-1] += [f"{100 * first['share']:.1f}", f"{first['noise']:.2g}", *pairs]
     keep = ["keep in bfloat16:", *lines_of([*reasons], _SHOWN, str, "  and {} more")] if reasons else []
     more = [f"and {len(lines) - _SHOWN:,} more lines, in table()"] if len(lines) > _SHOWN else []

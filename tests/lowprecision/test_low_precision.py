@@ -1,5 +1,6 @@
 """`LowPrecision`: what is measured of which products, who is named first, and what the study leaves as it was."""
 
+import dataclasses
 import gc
 import math
 import warnings
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import gradstat
+from gradstat.demo.model import GPT, TINY
 from gradstat.integrations.loggers import JsonlWriter, log_scalars
 from gradstat.lowprecision._reference import quantized
 from gradstat.lowprecision.formats import FORMATS
@@ -110,29 +112,34 @@ def test_the_noise_of_a_weight_gradient_is_what_quantizing_its_operands_makes(fo
     assert noise == pytest.approx(float((made - exact).norm() / exact.norm()), rel=0.1)
 
 
-def outlier_channel(model: Net) -> None:
+def outlier_channel(model: GPT) -> None:
     """As in large models: a channel of activations is 300 times as large, the weight it meets as small."""
     with torch.no_grad():
-        model.up.weight[5] *= 300
-        model.up.bias[5] += 300
-        model.down.weight[:, 5] /= 300
+        model.get_parameter("blocks.1.mlp.up.bias")[5] += 300
+        model.get_parameter("blocks.1.mlp.down.weight")[:, 5] /= 300
 
 
-def tiny_gradients(model: Net) -> None:
-    model.up.register_forward_hook(lambda *args: args[2].detach() + 1e-36 * (args[2] - args[2].detach()))
+def tiny_gradients(model: GPT) -> None:
+    up = model.get_submodule("blocks.0.mlp.up")
+    up.register_forward_hook(lambda *args: args[2].detach() + 1e-36 * (args[2] - args[2].detach()))
 
 
 @pytest.mark.parametrize(
     ("plant", "tied", "first"),
-    [(outlier_channel, False, "down"), (tiny_gradients, False, "up"), (lambda model: None, True, "head")],
+    [
+        (outlier_channel, False, "blocks.1.mlp.down"),
+        (tiny_gradients, False, "blocks.0.mlp.up"),
+        (lambda model: None, True, "head"),
+    ],
 )
-def test_what_is_planted_is_named_first(plant: Callable[[Net], None], tied: bool, first: str) -> None:
-    model = Net(tied)
+def test_what_is_planted_is_named_first(plant: Callable[[GPT], None], tied: bool, first: str) -> None:
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(TINY, vocabulary=96, tied=tied))
     plant(model)
-    study = gradstat.LowPrecision(model, every=3)
-    train(model, 11, torch.optim.SGD(model.parameters(), lr=1e-3))
+    study = gradstat.LowPrecision(model, every=1)
+    train(model, 20, torch.optim.SGD(model.parameters(), lr=1e-3))
     assert study.table()[0]["layer"] == first
-    assert f"keep {first}" in str(study), str(study)
+    assert f"of 9 layers; keep {first}" in str(study)
 
 
 def test_training_is_the_same_and_nothing_is_kept() -> None:
@@ -234,7 +241,7 @@ def test_whose_steps_count() -> None:
 def test_results_reach_print_page_and_loggers(tmp_path: Path) -> None:
     model = Net()
     study = gradstat.LowPrecision(model, every=2)
-    assert "no layer was studied yet" in str(study)
+    assert "no finite layer was seen in 0 sampled steps" in str(study)
     train(model, 7)
     assert all(f"{layer}: {product}" in str(study) for layer in EVERY for product in PRODUCTS)
     page = study.write_page(tmp_path / "deep" / "page.html", "<b>").read_text()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradstat._core.hooks import Hook, removed_with, why_unseen
+from gradstat._core.hooks import NOT_CALLED, Hook, opaque_parts, removed_with
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained
 from gradstat._core.tensors import why_not_measured
 from gradstat.monitor.arguments import Settings
@@ -128,7 +128,12 @@ class HookedProbe(Probe):
         """
         if self.may_tell:
             self.may_tell = False
-            for why in why_unseen(self.run.model, seen, hooked):
+            whys = list(opaque_parts(self.run.model, [name for name in hooked if name not in seen]).values())
+            if not hooked:
+                whys = ["of a model without modules inside"]
+            elif not seen and not whys:
+                whys = [NOT_CALLED]
+            for why in whys:
                 self.run.unwatched.leave_out(self.watch, why)
 
 
