@@ -113,7 +113,7 @@ class TargetsRule(LearningRule):
     _ratios = carried(Records(3))  # of the last batches: squared gradients, also over the loss, per sum and mean
 
     def looks(self, window: Window) -> Iterator[tuple[int, OutputFacts, float, Targets | None]]:
-        """The steps of ``window`` with a look at outputs, what was seen, the loss, and what is known about the targets."""
+        """The steps of ``window`` with a look at outputs, what was seen, the loss, and what is known about targets."""
         for seen in window.observed("outputs"):
             loss = window.value("loss", int(np.searchsorted(window.steps, seen.step)))
             yield seen.step, seen.value, loss, self._targets_of(seen.value, loss, window.run.loss_is_sum)
