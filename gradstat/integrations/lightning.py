@@ -55,7 +55,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
 
     Gradients are measured when they are complete: accumulated, reduced over ranks, before Lightning clips them, and
     with the loss scale divided out. No host sync on a GPU, except for policies that need one (as for the monitor).
-    docs/integrations-lightning.md describes the order of events.
+    docs/integrations.md compares the trainers.
 
     If both ``lightning`` and ``pytorch_lightning`` are installed, import the one you use before this module.
 

@@ -46,7 +46,7 @@ def install(
 
     Every optimizer step is measured: complete gradients, unscaled, before they are clipped. The Trainer clips as
     before, to its ``max_grad_norm``, and its weights keep their bits, unless a policy or ``max_norm`` changes a step.
-    docs/integrations-transformers.md describes the order of events.
+    docs/integrations.md compares the trainers.
 
     Args:
         trainer: A ``transformers.Trainer``, or an instance of a subclass, before ``train()``.

@@ -130,7 +130,7 @@ def test_a_hidden_loss_is_reported(make: Make, hidden: bool) -> None:
     assert sum("logging_nan_inf_filter=True replaces it by the average" in one for one in words) == hidden
     assert torch.tensor(logged(trainer, "grad/loss")).isnan().tolist() == [False, True, False]
     assert torch.tensor(logged(trainer, "loss")).isnan().any() != hidden
-    assert trainer.lr_scheduler.last_epoch == 3  # schedulers advance: docs/integrations-transformers.md
+    assert trainer.lr_scheduler.last_epoch == 3  # schedulers advance: docs/integrations.md
 
 
 @QUIET
