@@ -18,17 +18,17 @@ import detection_tables
 import plots
 import rows
 import tables
-from step_providers import GROUP
 
 ROOT = Path(__file__).resolve().parent.parent
 ALTERNATIVES = ("Lightning steps", "Trainer steps", "Weights & Biases steps")
 _PAGES = ("alternatives", "detection", "golden", "performance", "numerics", "stepping")
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
+NORMS = ("gradstat native", "gradstat CUDA kernels, on the CPU", "gradstat clip's norm", "torch._foreach_norm")
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
-    "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
-    "time-vs-bytes": "Time against bytes, with a plain read as the limit",
-    "time-vs-tensors": "Time against the number of tensors, with a plain read as the limit",
+    "step-overhead": "Time and memory added to training steps",
+    "time-vs-bytes": "Time against bytes",
+    "time-vs-tensors": "Time against the number of tensors",
 }
 
 
@@ -44,21 +44,26 @@ def alternatives(folder: Path) -> str:
     return "".join(tables.selected(device, *ALTERNATIVES) for device in found)
 
 
-def of_lists(folder: Path, on_gpu: bool) -> str:
-    """For docs/performance.md: charts and tables of GPUs or of CPUs, except those of optimizer steps."""
-    devices = [device for device in rows.shown() if bool(device[-1].driver) is on_gpu]
-    shown = ("lists", "host path", "distributed gradients")
-    return "".join(_charts(device, folder) + tables.selected(device, *shown) for device in devices)
+def lists_on_gpus(folder: Path) -> str:
+    """For docs/performance.md: of every GPU the charts, and the times of lists."""
+    gpus = [(device, [row for row in device if row.group == "lists"]) for device in rows.shown() if device[-1].driver]
+    return "".join(f"{_charts(gpu, folder)}\n{tables.lists(timed)}\n{tables.where(gpu)}\n" for gpu, timed in gpus)
 
 
-def steps_of_optimizers(folder: Path) -> str:
-    """For docs/performance.md: the tables of optimizer steps."""
-    return "".join(tables.selected(device, GROUP) for device in rows.shown())
+def charts_of_cpus(folder: Path) -> str:
+    """For docs/performance.md: of every CPU the charts."""
+    charts = [(_charts(device, folder), device) for device in rows.shown() if not device[-1].driver]
+    return "".join(f"{shown}\n{tables.where(device)}\n" for shown, device in charts if shown)
 
 
 def detected(folder: Path) -> str:
     """For the README: how many faults the monitor finds."""
     return "\n" + "\n\n".join(map(detection_tables.in_short, map(rows.current, rows.devices(suite="detection")))) + "\n"
+
+
+def norm_errors(measured: Sequence[rows.Row]) -> str:
+    """For docs/numerics.md: the errors of the kernels and clips that most trainings use."""
+    return tables.norm_errors([row for row in measured if row.provider in NORMS])
 
 
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> Callable[[Path], str]:
@@ -85,10 +90,9 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "detected": detected,
     "detection": _of_every_device("detection", detection_tables.everything),
-    "gpu": partial(of_lists, on_gpu=True),
-    "cpu": partial(of_lists, on_gpu=False),
-    "optimizer_steps": steps_of_optimizers,
-    "numerics": _of_every_device("numerics", tables.norm_errors),
+    "gpu": lists_on_gpus,
+    "cpu": charts_of_cpus,
+    "numerics": _of_every_device("numerics", norm_errors),
     "golden_healthy": _of_every_device("golden", partial(tables.of_group, name="golden, healthy")),
     "golden_cases": _of_every_device("golden", tables.golden_cases),
     "guards": _of_every_device("guards", tables.guards),

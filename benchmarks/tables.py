@@ -14,6 +14,7 @@ from rows import Row
 from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
 
+_CLIPS = [(CLIP, TORCH_CLIP), (CLIPPED, TORCH_CLIPPED)]
 _ON_DEVICE = [STATS, STATS_TRITON, FOREACH_NORM]  # calls that sync have no device time
 # Names in recorded rows that are displayed differently.
 _CAPTIONS = {"time ratio": "added time", "time inside": "call alone"}
@@ -131,6 +132,12 @@ def _by_case(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], dict[str
     return {case: {row.provider: row for row in members} for case, members in groups.items()}
 
 
+def _compared(mine: Row | None, other: Row | None) -> str:
+    if mine is None:
+        return ""
+    return in_time(mine.value) + (f" ({other.value / mine.value:.2f})" if other is not None else "")
+
+
 def _relative(row: Row | None, base: Row | None) -> str:
     if row is None:
         return ""
@@ -138,21 +145,19 @@ def _relative(row: Row | None, base: Row | None) -> str:
 
 
 def lists(rows: Sequence[Row]) -> str:
-    """The time of a check, with the ratio to the fastest plain read, and of clips, torch's with that to gradstat's.
+    """The time of a check, with the ratio to the fastest plain read, and of clips, with that of torch's to gradstat's.
 
-    If there is device time, also that of statistics, for single tensors in every dtype.
+    If there is device time, only of the first dtype of each case, since `device_times` has all.
     """
-    on_device = device_times(rows)
     dtype = {row.case: row.dtype for row in reversed(rows)}
-    kept = [row for row in rows if row.dtype == dtype[row.case]] if on_device else rows
+    kept = [row for row in rows if row.dtype == dtype[row.case]] if device_times(rows) else rows
     fastest, lines = limits(kept, "wall time"), []
     for key, found in _by_case(kept, "wall time").items():
-        limit, mine, clipped = (fastest.get(key), found.get(CLIP), found.get(CLIPPED))
-        bases = [(CHECK, limit), (CLIP, None), (TORCH_CLIP, mine), (CLIPPED, None), (TORCH_CLIPPED, clipped)]
-        lines.append([*key, _relative(limit, None), *(_relative(found.get(name), base) for name, base in bases)])
+        limit = fastest.get(key)
+        clips = [_compared(found.get(mine), found.get(other)) for mine, other in _CLIPS]
+        lines.append([*key, _relative(limit, None), _relative(found.get(CHECK), limit), *clips])
     title = "Caches flushed (in brackets: ratio of a check to the plain read, of torch's clip to gradstat's):\n"
-    header = ["gradients", "dtype", "plain read", CHECK, CLIP, TORCH_CLIP, CLIPPED, TORCH_CLIPPED]
-    return "\n".join([title, grid(header, lines, 2), *(["Device time alone:\n", on_device] if on_device else [])])
+    return "\n".join([title, grid(["gradients", "dtype", "plain read", CHECK, CLIP, CLIPPED], lines, 2)])
 
 
 def device_times(rows: Sequence[Row]) -> str:
@@ -253,7 +258,8 @@ def everything(rows: Iterable[Row]) -> str:
 
 def _of_group(name: str, rows: list[Row]) -> str:
     if name == "lists":
-        return lists(rows)
+        on_device = device_times(rows)
+        return "\n".join([lists(rows), *(["Device time alone:\n", on_device] if on_device else [])])
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: ratio to the first)"
     return f"{name[:1].upper()}{name[1:]}{brackets}:\n\n{table_of_rows(rows)}"
 
