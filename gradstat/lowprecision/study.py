@@ -176,7 +176,10 @@ class LowPrecision:
         while self._arriving:
             self._read(*self._arriving.popleft())
         with np.errstate(invalid="ignore"):
-            means = {n: {key: total / count for key, (count, total) in one.items()} for n, one in self._sums.items()}
+            means = {
+                layer: {key: total / count for key, (count, total) in sums.items() if np.any(count)}
+                for layer, sums in self._sums.items()
+            }
         return table_of(self.formats, means)
 
     def scalars(self) -> dict[str, float]:
