@@ -125,27 +125,8 @@ def _store(row, field: tl.constexpr, values):
     tl.store(row + field, tl.sum(values).to(tl.float64))
 
 
-@triton.jit
-def amax_kernel(
-    x,
-    out,
-    rows,
-    columns,
-    strips,
-    chunks,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    JOINS: tl.constexpr,
-):
-    """The largest finite magnitude of each program's blocks, float32."""
-    wide, _ = _load_blocks(x, rows, columns, strips, chunks, ROWS, BLOCKS, COLUMNS, JOINS)
-    exact = tl.abs(wide)
-    exact = tl.where(exact < INF, exact, 0.0)
-    tl.store(out + tl.program_id(0), tl.max(_as_float32(exact)))
-
-
-@triton.jit
+# Not compiled again for every address and number. Whether columns are a multiple of 16 decides about wide loads.
+@triton.jit(do_not_specialize=["rows", "strips", "chunks"], do_not_specialize_on_alignment=["largest"])
 def rows_kernel(
     x,
     largest,

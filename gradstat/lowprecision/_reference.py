@@ -36,7 +36,7 @@ def _row(tensor: Tensor, format: Format, dim: int, weight: bool) -> Tensor:
     """The row of one tensor: ``[len(QUANTIZATION_FIELDS)]`` float64 on its device."""
     blocks = _blocks_of(tensor, format, dim, weight)
     largest = torch.zeros((), device=tensor.device)
-    if format.rule == "two-level" or not format.block:
+    if format.needs_largest:
         for piece in _pieces(blocks):
             largest = torch.maximum(largest, _magnitude(piece).amax())
     pieces = [_row_of_blocks(piece, format, largest) for piece in _pieces(blocks)]
@@ -86,9 +86,8 @@ def _scales(amax: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tens
         multiplier = (torch.full_like(amax, format.element.largest) / amax).clamp(max=_LARGEST_FLOAT32)
         return multiplier, (1 / multiplier).double()
     if format.rule == "two-level":
-        of_tensor = (torch.full_like(largest, E4M3.largest * format.element.largest) / largest).clamp(
-            max=_LARGEST_FLOAT32
-        )
+        of_tensor = torch.full_like(largest, E4M3.largest * format.element.largest) / largest
+        of_tensor = of_tensor.clamp(max=_LARGEST_FLOAT32)
         code = _rounded(amax * (of_tensor * (1 / format.element.largest)), E4M3).clamp(max=E4M3.largest)
         decode = 1 / of_tensor
         multiplier = (1 / (code * decode)).clamp(max=_LARGEST_FLOAT32)

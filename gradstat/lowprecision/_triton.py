@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradstat import _fields
 from gradstat._core.tensors import memory_order
-from gradstat.kernels import quantization
+from gradstat.kernels import quantization, stats
 from gradstat.kernels._table import on_device
 from gradstat.lowprecision.formats import Format
 
@@ -82,25 +83,27 @@ def constants_of(format: Format) -> dict[str, Any]:
 def rows(tensors: list[Tensor], format: Format, dim: int, weight: bool) -> Tensor:
     """The table of dense tensors, at least one; see `gradstat.lowprecision._reference.rows`."""
     with on_device(tensors[0].device):
-        return torch.stack([_row(tensor, format, dim, weight) for tensor in tensors])
+        largest = torch.zeros(len(tensors), device=tensors[0].device)
+        if format.needs_largest:
+            extremes = stats.stats(tensors)[:, [_fields.INDEX["max"], _fields.INDEX["min"]]]
+            magnitudes = torch.maximum(extremes[:, 0], -extremes[:, 1]).float()
+            largest = magnitudes.clamp(0.0, torch.finfo(torch.float32).max)
+        each = zip(tensors, largest.unbind(), strict=True)
+        return torch.stack([_row(tensor, of_tensor, format, dim, weight) for tensor, of_tensor in each])
 
 
-def _row(tensor: Tensor, format: Format, dim: int, weight: bool) -> Tensor:
+def _row(tensor: Tensor, largest: Tensor, format: Format, dim: int, weight: bool) -> Tensor:
     if not tensor.numel():
         return tensor.new_tensor([0.0] * 9 + [torch.inf, -torch.inf], dtype=torch.float64)
     tensor, shape = geometry_of(tensor, format, dim, weight)
     blocks = shape.constants
     strips = -(-shape.rows // blocks["ROWS"])
     chunks = -(-shape.columns // (blocks["BLOCKS"] * blocks["COLUMNS"]))
-    programs, sizes = shape.outer * strips * chunks, (shape.rows, shape.columns, strips, chunks)
+    parts = torch.empty((shape.outer * strips * chunks, 11), dtype=torch.float64, device=tensor.device)
     # Without fusion: a product with a multiplier is rounded to float32 before it is rounded to an element.
     options = {"num_warps": shape.warps(tensor.dtype), "enable_fp_fusion": False}
-    largest = torch.empty(programs, device=tensor.device)
-    if format.rule == "two-level" or not format.block:
-        quantization.amax_kernel[(programs,)](tensor, largest, *sizes, **blocks, **options)
-        largest = largest.amax().reshape(1)
-    parts = torch.empty((programs, quantization.FIELD_COUNT.value), dtype=torch.float64, device=tensor.device)
-    quantization.rows_kernel[(programs,)](tensor, largest, parts, *sizes, **constants_of(format), **blocks, **options)
+    sizes = shape.rows, shape.columns, strips, chunks
+    quantization.rows_kernel[(len(parts),)](tensor, largest, parts, *sizes, **constants_of(format), **blocks, **options)
     row = torch.cat([parts[:, :9].sum(0), parts[:, 9].amin(0, True), parts[:, 10].amax(0, True)])
     if not format.block:
         row[6:9] = torch.stack([row[0] * 0 + 1, row[1] > 0, (row[1] > 0) & (row[0] == row[1])])

@@ -70,6 +70,11 @@ class Format:
     source: str
     weight_block: int = 0
 
+    @property
+    def needs_largest(self) -> bool:
+        """Whether scales depend on the largest magnitude of the whole tensor, which is then read twice."""
+        return self.rule == "two-level" or not self.block
+
 
 _TENSOR = "TransformerEngine's Float8CurrentScaling (compute_scale_from_amax)"
 _OCP = "OCP Microscaling Formats (MX) Specification v1.0, section 6.3"

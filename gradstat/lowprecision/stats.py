@@ -97,7 +97,8 @@ def _require(given: Tensor, tensor: Tensor, device: torch.device, dim: int, name
         raise TypeError(f"{name}: expected a strided tensor, got layout {given.layout}; convert it with .to_dense()")
     if tensor.dtype not in _DTYPES:
         known = ", ".join(map(str, _DTYPES))
-        raise TypeError(f"{name}: expected one of {known}, got {tensor.dtype}; convert it, for example with .float()")
+        remedy = "measure torch.view_as_real of it" if tensor.is_complex() else "convert it, for example with .float()"
+        raise TypeError(f"{name}: expected one of {known}, got {tensor.dtype}; {remedy}")
     if tensor.device != device:
         raise ValueError(f"{name}: expected all tensors on {device}, got {tensor.device}; call once for each device")
     most = max(tensor.dim(), 1)

@@ -197,6 +197,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([torch.ones(2), None], {}, TypeError, r"tensors\[1\]"),
     ([torch.ones(2).int()], {}, TypeError, r"tensors\[0\].*int32.*\.float\(\)"),
     ([torch.ones(2), torch.ones(2).to(torch.float8_e5m2)], {}, TypeError, r"tensors\[1\].*float64.*float8_e5m2"),
+    ([torch.ones(2).cfloat()], {}, TypeError, r"complex64; measure torch.view_as_real of it"),
     ([torch.eye(2).to_sparse()], {}, TypeError, r"strided.*sparse_coo.*to_dense"),
     ([torch.ones(2)], {"dim": 1}, IndexError, r"dim: expected -1 to 0 for tensors\[0\] of shape \[2\], got 1"),
     ([torch.ones(2)], {"dim": 0.5}, TypeError, "dim: expected"),

@@ -33,6 +33,7 @@ from gradstat.kernels import _table, quantization, scale, stats
 from gradstat.lowprecision import _triton
 from gradstat.lowprecision.formats import FORMATS
 
+ANY_ADDRESS = ("multipliers", "largest")  # arguments that may be any element of a tensor
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 WIDE_LOAD = re.compile(r"ld\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64)")
 WIDE_STORE = re.compile(r"st\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64)")
@@ -65,25 +66,18 @@ class Gate:
         return " ".join([self.kernel.__name__, *map(str, self.constants.values())])
 
 
-def quantization_gate(
-    name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, amax: bool = False
-) -> Gate:
-    """The kernel of a format and a shape of its blocks, for elements of a dtype; or that of its largest magnitude."""
+def quantization_gate(name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Gate:
+    """The kernel of a format and a shape of its blocks, for elements of a dtype."""
     shape = _triton.Geometry(1, 1 << 10 if name == "nvfp4" else 1, 1 << 20, rows, columns)
     element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}[dtype]
-    constants: dict[str, Any] = shape.constants
     arguments = {"x": element, "largest": "*fp32", "out": "*fp64"}
-    if amax:
-        arguments = {"x": element, "out": "*fp32"}
-    else:
-        constants |= _triton.constants_of(FORMATS[name])
     loads = _triton.elements_per_thread(dtype) * dtype.itemsize // 16
     return Gate(
-        quantization.amax_kernel if amax else quantization.rows_kernel,
+        quantization.rows_kernel,
         arguments | dict.fromkeys(("rows", "columns", "strips", "chunks"), "i32"),
         loops=((quantization._load_blocks, "values = tl.load(", loads),),
         warps=shape.warps(dtype),
-        constants=constants,
+        constants=_triton.constants_of(FORMATS[name]) | shape.constants,
         fuses=False,
     )
 
@@ -108,7 +102,6 @@ GATES = (
         warps=scale.WARPS,
     ),
     # Every rule of a scale, every type of elements, and every shape of blocks.
-    quantization_gate("e4m3", 1, 128, amax=True),
     quantization_gate("e5m2", 1, 128),
     quantization_gate("e4m3-128", 128, 1),
     quantization_gate("e4m3-128", 128, 128),
@@ -124,10 +117,9 @@ GATES = (
 
 
 def compiled(gate: Gate, architecture: int) -> Any:
-    # As in a launch: torch's allocations are aligned, while the multiplier may be any element of a tensor. Rows are
-    # usually multiples of 16.
+    # As in a launch: torch's allocations are aligned, and so usually is each of their rows.
     place = {name: (i,) for i, name in enumerate(gate.kernel.arg_names)}
-    aligned = [name for name, kind in gate.arguments.items() if kind[0] == "*" and name != "multipliers"]
+    aligned = [name for name, kind in gate.arguments.items() if kind[0] == "*" and name not in ANY_ADDRESS]
     aligned += [name for name in gate.arguments if name == "columns"]
     source = ASTSource(
         gate.kernel,
