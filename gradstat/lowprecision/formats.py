@@ -49,7 +49,8 @@ class Format:
       the quotient is infinite. Elements are multiplied by m.
     - ``floor``: the power of two 2**(floor(log2(amax)) - greatest exponent of the elements), in E8M0, so at least
       2**-127. A block's largest magnitudes may saturate.
-    - ``ceil``: the least power of two that is not below amax / largest, in E8M0. Nothing saturates.
+    - ``ceil``: the least power of two that is not below amax / largest, a quotient in float32, in E8M0. Nothing
+      saturates.
     - ``two-level``: the tensor's multiplier is m = 448 * 6 / amax of the whole tensor, rounded to float32 and at most
       the largest float32. A block's scale is amax * (m / 6), rounded to E4M3, divided by m. Where it rounds to zero
       the whole block becomes zero.

@@ -123,6 +123,17 @@ def test_every_pattern_of_bits_is_stored_as_by_ml_dtypes(
             assert_as_ml_dtypes(below.reshape(-1, made.block or len(values)), made, monkeypatch)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_change_at_powers_of_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly there, also for the least scale of E8M0: float32 beside those of which the scale is a power of two."""
+    largest = np.float32(FORMATS[name].element.largest)
+    power = np.exp2(np.array([-126, -125, -60, -1, 0, 1, 60, 111])).astype(np.float32)
+    at = np.concatenate([power, power * largest])
+    at = np.concatenate([at, np.nextafter(at, np.float32(0)), np.nextafter(at, GREATEST), [largest * 2.0**-127]])
+    for value in torch.from_numpy(at.astype(np.float32)):
+        assert_as_ml_dtypes(value.reshape(1, 1), dataclasses.replace(FORMATS[name], block=1), monkeypatch)
+
+
 def blocks_in(x: Tensor, made: Format, dim: int, weight: bool) -> np.ndarray:
     """The blocks of a tensor cut out one by one, filled up with zeros."""
     if not made.block:
