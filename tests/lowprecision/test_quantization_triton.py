@@ -34,6 +34,7 @@ def test_every_pattern_of_bits_is_counted_as_by_the_reference(name: str, dtype: 
     """Together, and in blocks whose largest magnitude has any exponent."""
     values, size = patterns(dtype, 65536), FORMATS[name].block or 16
     check(values[torch.randperm(len(values))], name)
+    check(torch.tensor([FORMATS[name].element.largest * 2.0**-127]), name)  # the least scale of E8M0
     check(with_companions(values[torch.randperm(len(values))[: 65536 // size]], size), name)
 
 
