@@ -104,6 +104,7 @@ _LEVEL_FACTOR = 2.2  # by which a level moved at least; batches and progress mov
 # That does not count for so many steps after the number of gradients has changed, as when layers are frozen, or the
 # learning rate by more than this factor, as in a warm-up by epochs.
 _SETTLING, _OTHER_RATE = 64, 1.5
+_NO_RATE = 100.0  # a fall by more has another reason than a rate that changed before
 
 
 class VanishingGradient(LevelRule):
@@ -123,7 +124,8 @@ class VanishingGradient(LevelRule):
 
     _low, _decaying = carried(0), carried(0)
     _present, _rate = carried(0), carried(math.nan)  # gradients in the last step, and its learning rate
-    _changes = carried(list[int]())  # the last steps in which either changed
+    _changes = carried(list[int]())  # the last steps in which their number changed
+    _rates = carried(list[int]())  # the last steps in which the rate changed
     _began, _lowest = carried(math.nan), carried(math.nan)  # the first loss, and the lowest
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -162,13 +164,17 @@ class VanishingGradient(LevelRule):
         rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
         self._rate = rates[-1]
         pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
-        self._changes += [step for step, old, new in pairs if max(old, new) > _OTHER_RATE * min(old, new)]
+        self._rates += [step for step, old, new in pairs if max(old, new) > _OTHER_RATE * min(old, new)]
         for shift in self.shifts(window.steps, np.log(norms), -1):
-            is_same = not any(shift.began - _SETTLING < step <= shift.step for step in self._changes)
-            if is_same and shift.before - shift.after > math.log(_LEVEL_FACTOR):
+            fallen = shift.before - shift.after
+            explained = self._changes if fallen > math.log(_NO_RATE) else self._changes + self._rates
+            is_same = not any(shift.began - _SETTLING < step <= shift.step for step in explained)
+            if is_same and fallen > math.log(_LEVEL_FACTOR):
                 yield shift
         last = int(window.steps[-1]) if len(window.steps) else 0
-        self._changes = [step for step in self._changes if last - step < 2 * _SETTLING]
+        self._changes, self._rates = (
+            [step for step in steps if last - step < 2 * _SETTLING] for steps in (self._changes, self._rates)
+        )
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
         # Only the last of these steps is examined, since the decay does not come and go.
