@@ -245,6 +245,7 @@ class _AbsentGradientRule(LastingRule):
         return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
 
 
+_LONG = 5  # so many times as many steps are long
 _CONSECUTIVE = ("consecutive weights that were all initialised to zero, so that no gradient reaches them",)
 _NO_INPUT = (
     "the input of the weight is zero: a hidden state that is reset in each step, a mask, ReLU units before it",
@@ -318,6 +319,21 @@ class DeadGradient(_AbsentGradientRule):
             # slope for negative inputs.
             of_zeros = np.where(noise[row], 0.0, lengths)
             yield self._finding(rows, of_zeros, since, name, text, bool(weights[fresh].any()), **more)
+        yield from self._most(rows)
+
+    def _most(self, rows: Rows) -> Iterable[Finding]:
+        """Tells of most weights at once, also if their gradients came and went before, as those of experts do."""
+        lengths = self._lasts_for.values_for(rows.names)
+        weights = _weights_of(rows.tensors) & rows.present[-1]
+        dead = weights & (lengths >= _LONG * self.in_a_row)
+        if not weights.sum() > dead.sum() > weights.sum() / 2 or not self.is_intermittent(rows.names):
+            return
+        if self.begins("gradients", rows.steps[-1]):
+            names, in_a_row = [rows.names[i] for i in np.flatnonzero(dead)], int(lengths[dead].min())
+            text = f"the gradients of {len(names)} of {weights.sum()} weights have been zero for {in_a_row} steps"
+            causes = self.led_by("a learning rate so high that a step has silenced these ReLU units")
+            began = int(self._since.values_for(rows.names)[dead].max())
+            yield self.found(began, "gradients", text, causes=causes, parameters=names[:20], in_a_row=in_a_row)
 
     def _noise(self, rows: Rows, zero: Bools) -> Bools:
         """``[m, n]``: gradients that are noise, or zero, and never were anything else; and were not zero at first."""

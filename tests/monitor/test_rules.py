@@ -227,6 +227,7 @@ def gone(steps: Sequence[int], at: int = 1, end: int = 60, run: RunSettings | No
     return rows_of("gradient", rows, observations=looks, **more)
 
 
+THREE: dict[str, Any] = {"names": "xyz", "shapes": [(8, 8)] * 3}
 ZERO, ZERO_BIAS = row(0.0, zeros=64), row(0.0, 8, 8)
 ALIVE, DEAD = [row(), row(0.1, 8), row()], [ZERO, ZERO_BIAS, row()]
 
@@ -780,7 +781,13 @@ STORIES: list[tuple[Any, ...]] = [
     ("a gate that is zero now and then -> dead-gradient, warning 1 x: rounding noise",
      noisy_gate(1e-7, [row(nan=1), row(), row()], *[[row(2e-7), row(), row()], [ZERO, row(), row()]] * 5, steps=10)),
     ("a weight that is cut off beside a gate -> dead-gradient, warning 0 x: noise for + warning 0 y: zero for 20 steps",
-     gradients((30, [row(1e-7), ZERO, row()]), names="xyz", shapes=[(8, 8)] * 3)),
+     gradients((30, [row(1e-7), ZERO, row()]), **THREE)),
+    ("most weights, after they flickered -> dead-gradient, info 2 y: zero for 20 steps + warning 2 gradients: 2 of 3",
+     gradients((1, [ZERO, ZERO, row()]), (1, [row()] * 3), (110, [ZERO, ZERO, row()]), **THREE)),
+    ("most weights, not for long -> dead-gradient, info 2 y",
+     gradients((1, [ZERO, ZERO, row()]), (1, [row()] * 3), (99, [ZERO, ZERO, row()]), **THREE)),
+    ("one of three weights for long -> dead-gradient, info 2 x",
+     gradients((1, [ZERO, row(), row()]), (1, [row()] * 3), (110, [ZERO, row(), row()]), **THREE)),
     ("gradients that underflow -> underflow, warning 0 a.weight: 47% of the gradient of a.weight is zero",
      halves(30, 7.0), halves(30, 7.0, steps=9), halves(19, 7.0), halves(30, 9.0)),
     ("a norm that vanishes -> vanishing-gradient, warning 5 norm: is 1e-09; it has been below 1e-08 for 5 steps",
