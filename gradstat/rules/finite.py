@@ -103,6 +103,10 @@ def _is_measured(window: Window, kind: str, step: int) -> bool:
 _CLIP = "clipping before gradients were measured: one NaN makes the norm NaN, which multiplies all gradients"
 
 
+# So many steps in a row are no occasional overflows: a scale of 2**24 that is halved each time is 1 after 24.
+_OVERFLOWS = 50
+
+
 class NonfiniteGradient(Rule):
     """NaN or Inf in a gradient; names the parameter whose gradient was the first not to be finite in the backward pass.
 
@@ -124,10 +128,19 @@ class NonfiniteGradient(Rule):
         SKIP,
     )
 
+    _in_a_row = carried(0)  # steps that are not finite
+
     def review(self, window: Window) -> Iterable[Finding]:
         for rows, row, step, nonfinite in _nonfinite_rows(window, "gradient"):
             if not self.begins("", step):
+                self._in_a_row += 1
+                if self._in_a_row == _OVERFLOWS and window.run.is_scaled:
+                    text = f"gradients have not been finite for {_OVERFLOWS} steps, so that the loss scaler skips each"
+                    causes = ("a loss scale that is fixed, or that comes down too slowly", *self.causes)
+                    advice = ("use gradstat.amp.GradScaler with its defaults, and call update() in each step",)
+                    yield self.found(step + 1 - _OVERFLOWS, "gradients", text, "series", None, causes, advice)
                 continue
+            self._in_a_row = 1
             name = window.run.first_in_backward(nonfinite)
             counted = _counts(rows, row, name)
             text = f"the gradient of {name} has {_described(counted)}; {len(nonfinite)} of {len(rows.names)} gradients "
