@@ -330,6 +330,11 @@ class Recorder:
         return self._facts.loss_is_sum
 
     @property
+    def loss_has_no_sign(self) -> bool:
+        """Whether the first loss is, up to a factor, of numbers that are never negative."""
+        return self._facts.loss_has_no_sign
+
+    @property
     def origin_is_unknown(self) -> bool:
         """Whether gradients are reduced over ranks without recording which rank produced NaN."""
         if rank_and_size()[1] == 1 or self._probe(Origin) is not None:

@@ -186,6 +186,7 @@ class Reviewer:
             in_float16=recorder.in_float16,
             positive=recorder.positive,
             loss_is_sum=recorder.loss_is_sum,
+            loss_has_no_sign=recorder.loss_has_no_sign,
             is_scaled=recorder.is_scaled,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,

@@ -136,9 +136,9 @@ class NonfiniteGradient(Rule):
                 self._in_a_row += 1
                 if self._in_a_row == _OVERFLOWS and window.run.is_scaled:
                     text = f"gradients have not been finite for {_OVERFLOWS} steps, so that the loss scaler skips each"
-                    causes = ("a loss scale that is fixed, or that comes down too slowly", *self.causes)
-                    advice = ("use gradstat.amp.GradScaler with its defaults, and call update() in each step",)
-                    yield self.found(step + 1 - _OVERFLOWS, "gradients", text, "series", None, causes, advice)
+                    why = ("a loss scale that is fixed, or that comes down too slowly", *self.causes)
+                    remedy = ("use gradstat.amp.GradScaler with its defaults, and call update() in each step",)
+                    yield self.found(step + 1 - _OVERFLOWS, "gradients", text, causes=why, advice=remedy)
                 continue
             self._in_a_row = 1
             name = window.run.first_in_backward(nonfinite)

@@ -32,7 +32,7 @@ _HARD = "inputs that tell little about the labels, or terms of the loss that wor
 
 
 class NegativeLoss(TargetsRule):
-    """A loss falls below 0 that has a lowest value: that of a classifier, or minus a sum of squares of residuals."""
+    """A loss falls below 0 that has a lowest value: that of a classifier, or one of squares or magnitudes."""
 
     name = "negative-loss"
     causes = WRONG_SIGN
@@ -42,6 +42,12 @@ class NegativeLoss(TargetsRule):
     _CLOSE = 0.75, 1.25
 
     def judge(self, window: Window) -> Iterable[Finding]:
+        steps, _, losses = window.losses
+        negative = [at for at, loss in enumerate(losses) if loss < 0]
+        if negative and window.run.loss_has_no_sign and not window.run.has_rival:
+            loss = losses[negative[0]]
+            text = f"the loss is {loss:.4g}, and minus a mean or a sum of numbers that are never negative"
+            yield from self._told(steps[negative[0]], "loss", text, loss=loss)
         for step, _, loss, targets in self.looks(window):
             if targets is not None and targets.squares == "minus":
                 text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"

@@ -166,6 +166,7 @@ class RunSettings:
         in_float16: Names of parameters of another dtype whose gradients are computed in float16, by autocast.
         positive: By name, parameters of which only positive values make sense, and what the loss takes of them.
         loss_is_sum: Whether the loss has several terms, of which some may be detached.
+        loss_has_no_sign: Whether it is, up to a factor, of numbers that are never negative, as squares are.
         is_scaled: Whether there is a loss scaler, so that occasional overflows are expected.
         optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
         momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
@@ -187,6 +188,7 @@ class RunSettings:
     in_float16: tuple[str, ...] = ()
     positive: Mapping[str, str] = field(default_factory=dict)
     loss_is_sum: bool = False
+    loss_has_no_sign: bool = False
     is_scaled: bool = False
     optimizer_eps: float = 0.0
     momentum: float = 0.0

@@ -85,6 +85,32 @@ def test_terms_of_a_loss_are_in_its_graph(computed: Of, expected: bool) -> None:
     assert LossGraph.of([loss]).is_sum == expected
 
 
+# A loss of the outputs x and the targets y -> whether it is of numbers that are never negative, up to a factor.
+SIGNS: dict[str, tuple[Of, bool]] = {
+    "squares": (lambda x, y: -F.mse_loss(x, y), True),
+    "squares by hand": (lambda x, y: -((x - y) ** 2).sum(1).mean() / 2, True),
+    "magnitudes": (lambda x, y: -1 * F.l1_loss(x, y), True),
+    "clamped magnitudes": (lambda x, y: -(x.clamp(-0.1, 0.1) - y).abs().sum() / 8, True),
+    "huber": (lambda x, y: -F.huber_loss(x, y), True),
+    "cross-entropy": (lambda x, y: -F.cross_entropy(x, y.argmax(1)), True),
+    "cross-entropy by parts": (lambda x, y: -F.nll_loss(x.log_softmax(1), y.argmax(1)), True),
+    "likelihoods of labels": (lambda x, y: F.nll_loss(x, y.argmax(1)), False),
+    "cosines": (lambda x, y: -F.cosine_similarity(x, y).mean(), False),
+    "advantages": (lambda x, y: -(F.cross_entropy(x, y.argmax(1), reduction="none") * y[:, 0]).mean(), False),
+    "a difference": (lambda x, y: F.mse_loss(x, y) - x.abs().mean(), False),
+    "decibels": (lambda x, y: -10 * torch.log10(1 / F.mse_loss(x, y)), False),
+    "cubes": (lambda x, y: ((x - y) ** 3).mean(), False),
+    "a log-likelihood": (lambda x, y: -Normal(x, 0.1).log_prob(y).mean(), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("computed", "expected"), SIGNS.values(), ids=SIGNS)
+def test_a_loss_that_is_never_negative_is_known_by_its_graph(computed: Of, expected: bool) -> None:
+    loss = computed((X * nn.Parameter(torch.ones(3))).tanh(), X)
+    loss.backward()
+    assert LossGraph.of([loss]).has_no_sign == expected
+
+
 def first_finding(model: nn.Module, loss: Callable[[Tensor], Tensor], **options: Any) -> list[str]:
     """The first finding in two steps under `auto`."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -5,6 +5,7 @@ After the backward pass the tensors that a graph has saved are gone. Its functio
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -71,6 +72,10 @@ _OF_POSITIVE = {
 }
 
 
+# Functions whose values are never negative.
+_NOT_NEGATIVE = {"Abs", "CtcLoss", "HuberLoss", "MseLoss", "SmoothL1Loss"}
+
+
 class LossGraph(NamedTuple):
     """What the graph of a loss says."""
 
@@ -78,6 +83,7 @@ class LossGraph(NamedTuple):
     positive: Positive
     activated: ActivatedLogits | None  # if the loss takes logits, and gets what an activation has made of them
     is_sum: bool  # whether a loss has several terms, of which some may be detached
+    has_no_sign: bool  # whether all losses are, up to a factor, of numbers that are never negative
 
     @classmethod
     def of(cls, losses: list[Tensor]) -> LossGraph:
@@ -86,7 +92,8 @@ class LossGraph(NamedTuple):
         for loss in losses:
             leaves += leaves_of(loss, found.look_at)
         activated = (activated_logits(loss) for loss in losses)
-        return cls(leaves, found.whole(), next(filter(None, activated), None), any(map(is_sum, losses)))
+        has_no_sign = all(map(is_never_negative, losses))
+        return cls(leaves, found.whole(), next(filter(None, activated), None), any(map(is_sum, losses)), has_no_sign)
 
 
 def leaves_of(computed: Tensor, visit: Callable[[Any], object] = id) -> Leaves:
@@ -188,6 +195,24 @@ def is_sum(loss: Tensor) -> bool:
         else:
             ends.add(node)
     return len(ends) > 1
+
+
+def is_never_negative(loss: Tensor) -> bool:
+    """Whether ``loss`` is, up to a factor, a mean or a sum of numbers that are never negative: squares, for example."""
+    node: Any = loss.grad_fn
+    while node is not None:
+        name, edges = _name(node), _edges(node)
+        is_square = (name == "Pow" and len(edges) == 1 and node._saved_exponent % 2 == 0) or (
+            name == "Mul" and len(edges) == 2 and edges[0] == edges[1]
+        )
+        is_entropy = name.startswith("NllLoss") and _name(edges[0][0]) == "LogSoftmax"
+        if name in _NOT_NEGATIVE or is_square or is_entropy:
+            return True
+        is_factor = name in ("Div", "Mul") and math.prod(node._input_metadata[0].shape) == 1
+        if len(edges) != 1 or not (is_factor or name in ("Mean", "Neg", "Sum", *_MOVES)):
+            return False
+        node = edges[0][0]
+    return False
 
 
 def _written_by_hand(node: Any) -> str:

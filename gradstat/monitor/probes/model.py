@@ -27,6 +27,7 @@ class ModelFacts(Probe):
         in_float16: The names of parameters of another dtype whose gradients are computed in float16, by autocast.
         positive: By name, parameters of which only positive values make sense, and what the loss takes of them.
         loss_is_sum: Whether the loss has several terms, of which some may be detached.
+        loss_has_no_sign: Whether the loss is, up to a factor, of numbers that are never negative.
     """
 
     early = frozenset([0, _LOOK])
@@ -36,13 +37,14 @@ class ModelFacts(Probe):
         self.period = run.settings.periods["parameters"]
         self.in_float16: tuple[str, ...] = ()
         self.positive: dict[str, str] = {}
-        self.loss_is_sum = False
+        self.loss_is_sum = self.loss_has_no_sign = False
         self._graph: LossGraph | None = None  # until it was observed
 
     def saw_loss(self, losses: list[Tensor]) -> None:
         """Looks at the graph of the first loss, which is that of ``losses`` together."""
         self._graph = LossGraph.of(losses)
         self.run.leaves["loss"], self.loss_is_sum = self._graph.leaves, self._graph.is_sum
+        self.loss_has_no_sign = self._graph.has_no_sign
 
     def take(self, step: Pending, named: NamedParameters) -> None:
         if step.step:
