@@ -1,7 +1,14 @@
 """The built-in rules. Each is a small class; its thresholds are constants beside it, with where they come from."""
 
 from gradstat.rules.base import Rule
-from gradstat.rules.beginnings import ConstantWeights, DivergingStart, FarBeginning, HeavyDropout, TinyWeights
+from gradstat.rules.beginnings import (
+    ConstantWeights,
+    DivergingStart,
+    FarBeginning,
+    HeavyDropout,
+    IdleBatchNorm,
+    TinyWeights,
+)
 from gradstat.rules.clips import LateClip, ScaledClip
 from gradstat.rules.data import (
     BatchRange,
@@ -79,6 +86,7 @@ RULES: tuple[type[Rule], ...] = (
     # Its results.
     UnchangedParameter,
     HeavyDropout,
+    IdleBatchNorm,
     ConstantWeights,
     TinyWeights,
     FarBeginning,

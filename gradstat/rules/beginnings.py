@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Rule, carried, median, sizes_of_weights
+from gradstat.rules.base import RowsRule, Rule, carried, median, sizes_of_weights
 from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
-from gradstat.rules.rows import Floats, Window
+from gradstat.rules.rows import Floats, Rows, Window
 
 
 class HeavyDropout(Rule):
@@ -29,6 +29,40 @@ class HeavyDropout(Rule):
                 text = f"the dropout of {seen.value[0] or 'the model'} leaves a tenth or less"
                 text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
                 yield self.found(step, name, text, "module", modules=seen.value[:20])
+
+
+class IdleBatchNorm(RowsRule):
+    """Batch norms that are trained, and whose running statistics are still 0 and 1 after fifty steps.
+
+    In eval mode they normalise by these numbers, which say nothing of the data, and not by the batch.
+    """
+
+    name = "idle-batch-norm"
+    kinds = ("buffer",)
+    explains = ("no-learning", "unrelated-outputs")
+    causes = ("model.eval() was called, and not model.train() before the first step", "a momentum of 0")
+    advice = ("call model.train() before the training, and after each evaluation",)
+
+    _LOOK = 50  # the first step in which buffers are measured again
+
+    _is_over = carried(False)
+
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        gradients, step = window.latest.get("gradient"), int(rows.steps[-1])
+        if self._is_over or gradients is None or step < self._LOOK:
+            return
+        self._is_over = True
+        is_one = (rows.field("min")[-1] == 1) & (rows.field("max")[-1] == 1)
+        is_zero = rows.field("zero_count")[-1] == rows.numel
+        of_one, of_zero = ({rows.names[i] for i in np.flatnonzero(which)} for which in (is_one, is_zero))
+        layers = [name.rpartition(".")[0] for name in rows.names if name.endswith("running_var") and name in of_one]
+        named = {f"{layer}.weight": layer for layer in layers if f"{layer}.running_mean" in of_zero}
+        has_gradient = gradients.of((*named,)).l2_norm[-1] > 0
+        idle = [layer for layer, is_trained in zip(named.values(), has_gradient, strict=True) if is_trained]
+        if idle:
+            text = f"the running statistics of {idle[0]} are still 0 and 1 after {step} steps: it is in eval mode"
+            text += f", and so are {len(idle) - 1} more" * (len(idle) > 1)
+            yield self.found(0, idle[0], text, "module", modules=idle[:20])
 
 
 def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:

@@ -165,6 +165,15 @@ def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: Mapping[
     return one(kind, values, scalars={"finite_norm": every}, **more)
 
 
+def normalised(variance: float = 1.0, mean: float = 0.0, steps: int = 51, gradient: float = 0.1) -> Story:
+    """The running statistics of a batch norm at first and in step 50, and the gradient of its weight."""
+    cells = [row(mean, 8, 0 if mean else 8), row(variance, 8, min=variance)]
+    gradients = Table({step: [row(gradient, 8, 0 if gradient else 8)] for step in (0, 50)}, ("a.weight",), ((8,),))
+    names, shapes = ("a.running_mean", "a.running_var"), [(8,), (8,)]
+    rows = {step: cells for step in (0, 50) if step < steps}
+    return rows_of("buffer", rows, steps, names=names, shapes=shapes, tables={"gradient": gradients})
+
+
 def constant(*values: float, **batch: Any) -> Story:
     """The share of constant features every 50 steps, of a batch with such rows."""
     rows = {i * 50: [row(v, 1, mean=v)] for i, v in enumerate(values)}
@@ -890,6 +899,8 @@ STORIES: list[tuple[Any, ...]] = [
      constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight")),
     ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: leaves a tenth or less, and so do 1 more",
      seen("dropped", ["a.drop", "b.drop"]), seen("dropped", [])),
+    ("a batch norm in eval mode -> idle-batch-norm, warning 0 a: are still 0 and 1 after 50 steps: it is in eval mode",
+     normalised(), normalised(variance=0.9), normalised(mean=0.1), normalised(steps=50), normalised(gradient=0.0)),
     ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: are those of a sigmoid",
      looking([facts(activation=Activation.SIGMOID)]), looking([facts()])),
     ("a ReLU before a softmax -> activation-before-softmax, warning 0 logits: are those of a ReLU",
