@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import detection_tables
@@ -93,8 +92,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "gpu": lists_on_gpus,
     "cpu": charts_of_cpus,
     "numerics": _of_every_device("numerics", norm_errors),
-    "golden_healthy": _of_every_device("golden", partial(tables.of_group, name="golden, healthy")),
-    "golden_cases": _of_every_device("golden", tables.golden_cases),
+    "golden": _of_every_device("golden", tables.golden),
     "guards": _of_every_device("guards", tables.guards),
 }
 

@@ -80,27 +80,60 @@ def guards(rows: Sequence[Row]) -> str:
         [fault, f"{fmean(of(fault, plain, 'steps until back')):.0f}", *(cell(fault, name) for name in others)]
         for fault in _in_order(fault for fault, _ in by_fault)
     ]
-    return "\n".join([grid(["fault", plain, *others], lines), of_group(rows, "guards, healthy")])
+    healthy = []
+    for name, of_guard in _grouped((row for row in rows if row.group == "guards, healthy"), "provider").items():
+        got = {row.metric: row.value for row in of_guard}
+        healthy.append(f"{name} {got['refused']:,.0f} of {got['steps']:,.0f}, {got['last loss above']:.3g}")
+    title = "Healthy trainings, steps skipped and largest rise of the final loss over no guard"
+    in_words = f"{title}: {'; '.join(healthy)}.\n" if healthy else ""
+    return "\n".join([grid(["fault", plain, *others], lines), in_words])
 
 
-def golden_cases(rows: Sequence[Row]) -> str:
-    """Which mistakes and which harmless changes are called unlike and which are not. Shares below 100 % are given."""
-    listed: dict[str, list[str]] = {}
-    for group, kind in (("mistakes", "Mistakes"), ("harmless", "Harmless changes")):
-        members = [row for row in rows if row.group == f"golden, {group}"]
-        for case, of_case in _grouped(members, "case").items():
-            of = {row.metric: row.value for row in of_case}
-            called, named = of["called unlike"], of.get("right place", 100)
-            shares = [f"called unlike {called:.0f} %"] * (0 < called < 100)
-            shares += [f"rightly named {named:.0f} %"] * (named < 100)
-            title = f"{kind} {'' if called else 'not '}called unlike"
-            listed.setdefault(title, []).append(case + (f" ({', '.join(shares)})" if shares else ""))
-    return "\n".join(f"{title}: {'; '.join(cases)}.\n" for title, cases in listed.items())
+def _golden_healthy(rows: Sequence[Row]) -> str:
+    """How many held-out healthy runs are called unlike on average, and in brackets by the worst set of golden runs."""
+    of = {(row.case, row.provider, row.metric): row.value for row in rows}
+    sizes = _in_order(row.provider for row in rows)
+
+    def cell(case: str, size: str) -> str:
+        mean, worst = of[case, size, "called unlike"], of[case, size, "called unlike, worst set"]
+        return f"{mean:.3g}% ({worst:.3g}%)"
+
+    cases = _in_order(row.case for row in rows)
+    (runs,) = {case.partition(", ")[2] for case in cases}
+    lines = [[case.partition(", ")[0], *(cell(case, size) for size in sizes)] for case in cases]
+    return grid([f"{runs} called unlike", *sizes], lines)
+
+
+def _golden_cases(rows: Sequence[Row]) -> str:
+    """How many mistakes and harmless changes are called unlike, with the exceptions and their shares of runs."""
+
+    def results(group: str) -> dict[str, dict[str, float]]:
+        grouped = _grouped((row for row in rows if row.group == f"golden, {group}"), "case")
+        return {case: {row.metric: row.value for row in of_case} for case, of_case in grouped.items()}
+
+    mistakes, harmless = results("mistakes"), results("harmless")
+    partly, never = [], []
+    for case, of in mistakes.items():
+        called, named = of["called unlike"], of.get("right place", 100)
+        shares = [f"{called:.0f}%"] * (called < 100) + [f"named {named:.0f}%"] * (named < 100)
+        if not called:
+            never.append(case)
+        elif shares:
+            partly.append(f"{case} ({', '.join(shares)})")
+    always = len(mistakes) - len(partly) - len(never)
+    alarms = [f"{case} ({of['called unlike']:.0f}%)" for case, of in harmless.items() if of["called unlike"]]
+    lines = [
+        f"Of {len(mistakes)} mistakes, called unlike and rightly named in all runs: {always}.",
+        f"In some: {'; '.join(partly) or 'none'}.",
+        f"Never: {'; '.join(never) or 'none'}.",
+        f"Of {len(harmless)} harmless changes, called unlike: {'; '.join(alarms) or 'none'}.",
+    ]
+    return "\n\n".join(lines) + "\n"
 
 
 def golden(rows: Sequence[Row]) -> str:
-    """All tables of golden runs."""
-    return "\n".join([of_group(rows, "golden, healthy"), golden_cases(rows)])
+    """All results about golden runs."""
+    return "\n".join([_golden_healthy([row for row in rows if row.group == "golden, healthy"]), _golden_cases(rows)])
 
 
 def where(rows: Sequence[Row]) -> str:
@@ -232,11 +265,6 @@ def table_of_rows(rows: Sequence[Row]) -> str:
             cells = [_cell(values.get((name, metric)), base.get(metric)) for metric in metrics]
             lines.append([case * (number == 0), _CAPTIONS.get(name, name), *cells])
     return grid(["case", "call", *(_CAPTIONS.get(metric, metric) for metric in metrics)], lines, 2)
-
-
-def of_group(rows: Sequence[Row], name: str) -> str:
-    """All rows of a group, as `table_of_rows`."""
-    return table_of_rows([row for row in rows if row.group == name])
 
 
 def _cell(row: Row | None, first: Row | None) -> str:

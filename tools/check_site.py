@@ -26,7 +26,7 @@ PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 SEARCHES = {
     "clip_grad_norm_": "api/clips.html",
     "returned nan values in its 0th output": "faq.html",
-    "GradScaler": "amp.html",
+    "GradScaler": "stepping.html",
     "find_culprit": "replay.html",
 }
 _BROKEN = "return [...document.images].filter(image => !image.complete || !image.naturalWidth).map(image => image.src)"
