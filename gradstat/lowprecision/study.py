@@ -84,10 +84,6 @@ class LowPrecision:
 
     # Steps ------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Ends a step, where no optimizer of torch's class has the model's parameters, as with DeepSpeed."""
-        self._end_step()
-
     def detach(self) -> None:
         """Removes all hooks. The study can still be printed."""
         self._remove()
@@ -104,10 +100,13 @@ class LowPrecision:
         if before is not None:
             self._steps_of[optimizer] = before + 1
             if before == self.steps:
-                self._end_step()
+                self.step()
 
-    def _end_step(self) -> None:
-        """Reads what has arrived, ends the sample of the step that has ended, and begins one if the next is due."""
+    def step(self) -> None:
+        """Ends a step. To be called where no optimizer of torch's class has the model's parameters, as with DeepSpeed.
+
+        Reads what has arrived, ends the sample of the step, and begins one if the next step is due.
+        """
         while self._arriving and self._arriving[0][1].has_arrived():
             self._read(*self._arriving.popleft())
         if self._is_sampled:
@@ -219,6 +218,3 @@ class LowPrecision:
         unseen = [name for name in self._layers if name not in self._sums]
         more = [f"not called in a sampled step: {listed(unseen, 8)}"] if unseen else []
         return "\n".join([title, *text_of(self.formats, table), *more])
-
-    def __repr__(self) -> str:
-        return f"LowPrecision({', '.join(self.formats)}, every {self.every} of {self.steps} steps)"

@@ -191,10 +191,13 @@ def test_a_product_that_a_layer_does_not_have_is_not_shown() -> None:
     model.up = Conv1D()
     model.down.requires_grad_(False)  # as the layer that LoRA stands beside
     model.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    study = gradstat.LowPrecision(model, every=1)
-    train(model, 7)
+    study = gradstat.LowPrecision(model, ["mxfp4"], every=1)
+    train(model, 7, torch.optim.SGD(model.parameters(), lr=0.0))
     one = {"up": {"output", "weight gradient"}, "down": {"output", "input gradient"}}
     assert products(study) == EVERY | one
+    (weight,) = [row for row in study.table() if row["layer"] == "up" and row["operand"] == "weight"]
+    (expected,) = gradstat.quantization_stats(model.up.weight.detach().T, "mxfp4")[:, 4:6].tolist()
+    assert weight["sqnr"] == pytest.approx(10 * math.log10(expected[0] / expected[1]))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
