@@ -58,7 +58,7 @@ def quantization_stats(
         tensors: Tensors of float64, float32, bfloat16 or float16, on one device, in any strided layout; or one of them.
             Of a distributed tensor this rank's shard is measured, and a block ends with it.
         format: ``"e4m3"``, ``"e5m2"``, ``"e4m3-128"``, ``"mxfp8"``, ``"mxfp8-rceil"``, ``"mxfp4"`` or ``"nvfp4"``.
-            `Format` and the page on low precision say how each scales, and who defines it.
+            The page on low precision says how each scales, and who defines it.
         dim: The dimension along which elements form blocks: the one over which a matrix product sums. It matters for
             formats of blocks only. A tensor without dimensions has one of one element.
         weight: Whether the tensors are weights, for which ``e4m3-128`` and ``nvfp4`` have square blocks in the last two
