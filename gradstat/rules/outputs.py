@@ -19,8 +19,6 @@ _BATCHES = 8
 # The share of pairs with opposite residuals from which on it tells something that none of all pairs cross. For targets
 # that vary 16 % to 78 % of them do, in 200 small programs with 25 losses.
 _FACING = 0.25
-# The evenness of absolute errors is larger, also if a mask leaves half of them; that of other losses is not.
-_EVEN = 0.5
 # What stands for the residuals of any loss, over those of squares: larger ones make outputs that follow weakly, as of
 # noisy targets, look like unrelated ones, and smaller ones the other way round.
 _OF_SQUARES = 0.625
@@ -104,7 +102,7 @@ class Targets(NamedTuple):
     related: float | None  # correlation with outputs; None if either does not vary
     outputs: float  # standard deviation of outputs
     distance: float  # that outputs have from targets at least, by the root mean square; 0 if it is not known
-    is_near: bool  # whether the loss grows with it as squares or absolute errors do
+    evenness: float  # as `Fit.evenness`, 1 for squares
 
 
 class TargetsRule(LearningRule):
@@ -154,8 +152,8 @@ class TargetsRule(LearningRule):
         if varies and fit.outputs:
             related = min((fit.outputs - scale * fit.cross) / math.sqrt(fit.outputs * variance), 1.0)
         deviation = math.sqrt(fit.outputs / fit.elements)
-        is_near = squares == "yes" or fit.evenness > _EVEN
-        return Targets(squares, is_exact or squares == "yes", are_equal, related, deviation, distance, is_near)
+        is_known, evenness = is_exact or squares == "yes", 1.0 if squares == "yes" else fit.evenness
+        return Targets(squares, is_known, are_equal, related, deviation, distance, evenness)
 
 
 class EqualTargets(TargetsRule):
@@ -246,6 +244,8 @@ class RawTargets(TargetsRule):
     # distance is at most 12, and at most 160 times as large. By that step layers that begin at almost zero, which let
     # hardly any gradient through, have left it.
     _DISTANCE, _APART, _SOON = 40.0, 200.0, 16
+    # The evenness of absolute errors is larger, also if a mask leaves half of them; that of other losses is not.
+    _EVEN = 0.5
 
     _outputs = carried(math.nan)  # the deviation of the first outputs
 
@@ -256,7 +256,7 @@ class RawTargets(TargetsRule):
             if math.isnan(self._outputs):
                 self._outputs, self._is_over = targets.outputs, targets.distance <= self._DISTANCE
             far = max(self._DISTANCE, self._APART * self._outputs)
-            if targets.is_near and step >= self._SOON and targets.distance > far:
+            if targets.evenness > self._EVEN and step >= self._SOON and targets.distance > far:
                 text = f"targets are {targets.distance:.3g} or more away from outputs, by the root mean square, and "
                 text += f"the first outputs have a standard deviation of {self._outputs:.3g}"
                 yield from self._told(0, "loss", text, distance=targets.distance, outputs=self._outputs)
@@ -285,8 +285,9 @@ class UnrelatedOutputs(TargetsRule):
     # Healthy models of the tests are related by then. A correlation is small below this, and below so many standard
     # errors; above it and above more of them it is known.
     _STEPS, _RELATED, _FEW, _MANY = 240, 0.1, 2, 3
-    # A loss of another kind is flat from this share of the first 64 losses on.
-    _FLAT = 0.7
+    # A loss of another kind is flat from this share of the first 64 losses on. Gradients tell its residuals unless some
+    # samples weigh far more than others: errors relative to targets near 0 have an evenness up to 0.055.
+    _FLAT, _EVEN = 0.7, 0.06
 
     _related = carried(list[float]())  # the last correlations, since targets are known
     _since = carried(0)  # the last step in which outputs followed
@@ -297,7 +298,7 @@ class UnrelatedOutputs(TargetsRule):
             if targets is None or targets.related is None or not self._count or self._is_over:
                 continue
             is_flat = median(self._recent) > self._FLAT * median(self._first)
-            is_known = targets.is_known or (targets.distance > 0 and is_flat)
+            is_known = targets.is_known or (targets.distance > 0 and targets.evenness > self._EVEN and is_flat)
             self._related = [*self._related, targets.related][-_BATCHES:] if is_known else []
             if len(self._related) == _BATCHES and not self._is_warm_up:
                 yield from self._judge_related(step, loss)

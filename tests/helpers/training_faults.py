@@ -227,6 +227,15 @@ def _of_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(batch[0]).sigmoid(), labels)
 
 
+def _absolute(change: Callable[[Tensor], Tensor] = lambda targets: targets) -> Callable[[nn.Module, Batch], Tensor]:
+    """The absolute error of a regression on sums of inputs, whose targets are changed."""
+    return lambda model, batch: (model(batch[0]) - change(batch[0].unflatten(1, (CLASSES, -1)).sum(2))).abs().mean()
+
+
+def _regression(seed: int) -> Training:
+    return train_mlp(seed, loss=_absolute())
+
+
 def _with_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """With that of a normal distribution, which is smaller the smaller its standard deviation is."""
     return cross_entropy(model, batch) + model.get_parameter("std").log()
@@ -367,6 +376,12 @@ FAULTS: tuple[Fault, ...] = (
           every_batch(lambda batch: (batch[0], (batch[1] + 1) % CLASSES)), step=150, late=1, further=12),
     Fault("labels are those of other samples", "MLP", "unrelated-outputs", "loss",
           every_batch(lambda batch: (batch[0], batch[1].roll(1))), step=0, further=260),
+    Fault("targets of an absolute error are those of other samples", "MLP, regression", "unrelated-outputs", "loss",
+          loss(_absolute(lambda targets: targets.roll(1, 0))), _regression, step=0, further=260),
+    Fault("targets of an absolute error are equal", "MLP, regression", "equal-targets", "logits",
+          loss(_absolute(lambda targets: torch.full_like(targets, 0.4))), _regression, step=0, further=160),
+    Fault("targets of an absolute error are a thousand times as large", "MLP, regression", "raw-targets", "loss",
+          loss(_absolute(lambda targets: 1000 * targets)), _regression, step=0, further=40),
     Fault("a sigmoid before a loss of logits", "MLP", "activation-before-softmax", "logits", loss(_of_probabilities),
           step=0),
     Fault("the loss is maximised", "MLP", "negative-loss", "loss",

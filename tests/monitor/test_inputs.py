@@ -352,7 +352,7 @@ FITS: dict[str, Fit] = {
     "one class rare": (cross_entropy, lambda step: (score(step)[:, 0] > 1.2).long(), 2),
     "log probabilities": (nll_loss, classes, 4, LOG_SOFTMAX),
     "absolute error in a dict": (lambda x, y: smooth_l1_loss(x["y"], y, beta=0.1), score, 1, lambda x: {"y": x}),
-    "relative error": (lambda x, y: ((x - y).norm(dim=1) / y.norm(dim=1)).mean(), lambda step: score(step, 3), 3),
+    "relative error": (lambda x, y: (x - y).norm() / y.norm(), lambda step: score(step, 3), 3),
 }
 
 
@@ -558,8 +558,8 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
         lambda: fit("log probabilities", then(by_class)),
     "values that become equal -> also all targets are equal; of 9 before, 9": lambda: fit("squared error", then(same)),
     "columns that become equal -> also all targets are equal; of 9": lambda: fit("its sum, two columns", then(same)),
-    "a relative error becomes that of equal targets -> also all targets are equal; of 9":
-        lambda: fit("relative error", then(same)),
+    "targets of an absolute error become equal -> also all targets are equal; of 9":
+        lambda: fit("absolute error in a dict", then(same)),
     "targets that become equal -> also all targets are equal; of 9": lambda: fit("logits", then(same)),
     "probabilities that become equal -> also all targets are equal; of 9": lambda: fit("probabilities", then(same)),
     "several labels that become equal -> also all targets are equal; of 9": lambda: fit("several labels", then(same)),
@@ -580,6 +580,8 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
         by_returns, lambda step: classes(step) * (step < 150), 4),
     "a batch of one sample -> no labels are of": lambda: fitted(lambda x, y: cross_entropy(x[:1], y[:1]), classes, 4),
     "rare classes -> no labels are of": lambda: fitted(cross_entropy, lambda step: (score(step)[:, 0] > 2.5).long(), 2),
+    "errors relative to targets near 0 -> no correlation":
+        lambda: fitted(lambda x, y: ((x - y) / y).abs().mean(), other(score)),
     "another term -> nothing": lambda: fitted(lambda x, y: mse_loss(x, y) + x.abs().mean(), other(score)),
     # Gradients that only cancel tell no targets.
     "hidden values -> no correlation": lambda: fitted(hidden, other(classes), 4),

@@ -414,9 +414,9 @@ def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0, **more:
     return OutputFacts(fit=Fit(*sums, squares, 64.0, 16.0)._replace(**more))
 
 
-def unlike(i: int, related: float = 0.0, uncentred: float = 0.0) -> OutputFacts:
+def unlike(i: int, related: float = 0.0, uncentred: float = 0.0, evenness: float = 0.51) -> OutputFacts:
     """Outputs with a loss of 2 that is no squared error: it is another share of squared gradients in each look."""
-    return fitted(2.0, 1.0, related, squares=10 * 1.02 ** (-1) ** i, uncentred=uncentred, evenness=0.51)
+    return fitted(2.0, 1.0, related, squares=10 * 1.02 ** (-1) ** i, uncentred=uncentred, evenness=evenness)
 
 
 def alike(label: int) -> OutputFacts:
@@ -950,6 +950,7 @@ STORIES: list[tuple[Any, ...]] = [
     ("targets of other samples in any loss -> unrelated-outputs, warning 0 loss: after 240 steps, as by chance",
      looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], 2.0),
      looking([unlike(i, 0.02 * (-1) ** i) for i in range(25)], 2.0),
+     looking([unlike(i, 0.02 * (-1) ** i, 64.0, 0.06) for i in range(25)], 2.0),
      looking([unlike(i, 0.02 * (-1) ** i + 0.12, 64.0) for i in range(25)], 2.0),
      looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], 2.0, run=RunSettings(loss_is_sum=True)),
      looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], [3.0] * 7 + [2.0] * 18)),
