@@ -79,8 +79,8 @@ class StepListener:
             return
         if scaler is None and self._are_used():
             self._clips_late = True
-            watched = set(map(id, self._parameters()))
-            if watched.issuperset(map(id, parameters)):  # else others may not be used yet
+            trained = set(map(id, self._trained()))
+            if all(id(one) in trained for one in parameters if one.grad is not None):  # else others may not be used yet
                 self._recorder.note("late_clip", 1.0)
             return
         with self._contained():
@@ -231,7 +231,7 @@ class StepListener:
         try:
             monitor.step(loss if is_loss else None)
         finally:  # a program may catch the error of a policy
-            self._measured = self._recorder.first_gradient
+            self._measured = state_of(self._first_gradient())
 
     def is_measured(self) -> bool:
         """Whether the current gradients have been measured: no backward pass has changed them since."""
@@ -241,13 +241,13 @@ class StepListener:
         return now[0] is None or is_same(now, self._measured)
 
     def holds(self, parameters: Sequence[object]) -> bool:
-        """Whether any of ``parameters`` is watched."""
-        watched: Sequence[object] = ()
+        """Whether the optimizer trains any of ``parameters``: the model may have others, of a network in turn."""
+        trained: Sequence[object] = ()
         with self._contained():
-            watched = self._parameters()
-        if watched and parameters and watched[0] is parameters[0]:
+            trained = self._trained()
+        if trained and parameters and trained[0] is parameters[0]:
             return True
-        return not set(map(id, watched)).isdisjoint(map(id, parameters))
+        return not set(map(id, trained)).isdisjoint(map(id, parameters))
 
     def _contained(self) -> Any:
         """Turns gradstat's own errors inside into one warning; those of policies pass."""
@@ -258,6 +258,12 @@ class StepListener:
         if self._thread is None or self._thread == threading.get_ident():
             self._known = self._recorder.trained.named_parameters().parameters
         return self._known
+
+    def _trained(self) -> Sequence[Tensor]:
+        """What the optimizer trains; what is watched, if there is none or it has no parameters of its own."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        own = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
+        return own or self._parameters()
 
     def _steps_in_place(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""
@@ -277,7 +283,7 @@ class StepListener:
         return is_none or is_used
 
     def _first_gradient(self) -> Tensor | None:
-        gradients = (parameter.grad for parameter in self._parameters())
+        gradients = (parameter.grad for parameter in self._trained())
         return next((gradient for gradient in gradients if gradient is not None), None)
 
 

@@ -50,12 +50,7 @@ _PROBES: tuple[type[Probe], ...] = (
 
 
 class Recorder:
-    """Measures what is due in each step of ``source``; ``settings`` are a monitor's.
-
-    Attributes:
-        first_gradient: The first gradient of the last step, if it had one, and its version, which another backward pass
-            changes.
-    """
+    """Measures what is due in each step of ``source``; ``settings`` are a monitor's."""
 
     def __init__(
         self,
@@ -69,7 +64,6 @@ class Recorder:
         self.trained, self.optimizer, self.scaler = trained, settings.optimizer, scaler
         self._backend, self._extra_groups, self._unwatched = options.backend, options.extra_groups, unwatched
         self._reduce_to: ReduceTo = "norm" if settings.guard is not None else "flag" if settings.skipped_by else None
-        self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self._noted: dict[str, float] = {}
         self._leaves: dict[str, Leaves] = {}
         engine, helpers = settings.engine, native.helpers()
@@ -110,11 +104,8 @@ class Recorder:
         due = self._due
         if due is not self._quiet or (step + 1) % self._often == 0 or step + 1 in self._early:
             self._prepare(step + 1)
-        self.first_gradient = None, 0
         named = self.trained.named_parameters()
         tensors, positions, missing = self._gradients_of(named.parameters)
-        if tensors and isinstance(tensors[0], Tensor):  # a shard of an engine's buffer is in no ``.grad``
-            self.first_gradient = weakref.ref(tensors[0]), tensors[0]._version
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self.optimizer)
         if named.engine is not None and named.engine.loss_scale is not None:
             scalars["loss_scale"], is_scaled = named.engine.loss_scale, True

@@ -530,6 +530,28 @@ def test_a_clip_that_changes_nothing_is_told_once(module: Any, name: str, set_to
     assert [(one.step, one.text) for one in monitor.findings] == [(0, text)] * (when in ("late", "early"))
 
 
+@pytest.mark.parametrize("clips", [("D",), ("G", "D"), ("late",)])
+@pytest.mark.parametrize("turns", ["DG", "DDG"])
+@pytest.mark.parametrize("watched", ["G", "D"])
+def test_networks_of_one_model_that_take_turns_are_told_apart(watched: str, turns: str, clips: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    gan = nn.ModuleDict({"G": nn.Linear(3, 2), "D": nn.Linear(2, 1)})
+    optimizers = {name: torch.optim.Adam(part.parameters(), 1e-3) for name, part in gan.items()}
+    with gradstat.auto(gan, optimizers[watched], on_anomaly="record") as handle:
+        for name in 20 * turns:
+            optimizers[name].zero_grad()
+            made = gan["G"](torch.randn(8, 3))
+            of_made = gan["D"](made if name == "G" else made.detach()).mean()
+            (of_made if name == "G" else gan["D"](torch.randn(8, 2)).mean() - of_made).backward()
+            if name in clips:
+                nn.utils.clip_grad_norm_(gan[name].parameters(), 1.0)
+            optimizers[name].step()
+            if "late" in clips:
+                nn.utils.clip_grad_norm_(gan[name].parameters(), 1.0)
+    assert handle.monitor.steps == 20 * turns.count(watched)
+    assert [finding.rule for finding in serious(handle.monitor)] == ["late-clip"] * ("late" in clips)
+
+
 @pytest.mark.parametrize(
     "way",
     ["scaled_clips.is_still_scaled", "listener.torch_calls.has_losses", "listener.torch_calls.losses_scaled_by"],

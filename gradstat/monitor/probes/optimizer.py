@@ -17,8 +17,8 @@ from gradstat._core.parameters import NamedParameters
 from gradstat._step.optimizers import unwrapped
 from gradstat.monitor.probes.base import Pending, Probe, Run
 
-# References to all watched optimizers, since several may share a model. A set of them, unlike a WeakSet, can be listed
-# while another thread adds one.
+# References to all optimizers that are watched, or have stepped beside one that is, since several may share a model. A
+# set of them, unlike a WeakSet, can be listed while another thread adds one.
 _optimizers: set[weakref.ref[Optimizer]] = set()
 
 
@@ -73,6 +73,7 @@ class OptimizerSteps(Probe):
 
     def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is not self._stepping:
+            _optimizers.add(weakref.ref(optimizer, _optimizers.discard))
             first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
             self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
             return
