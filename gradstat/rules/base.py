@@ -262,6 +262,17 @@ def sizes_of_weights(parameters: Rows, row: int) -> tuple[list[int], Floats]:
     return judged, parameters.std[row, judged] * np.sqrt(inputs)
 
 
+def reaches(window: Window, numel: float = 1.0) -> Floats:
+    """``[k]``: by how much each step can have moved ``numel`` weights, by norm, without momentum; 0 if not known."""
+    nothing = np.zeros(len(window.steps))
+    groups = (values for name, values in window.scalars.items() if name.partition("[")[0] == "lr")
+    rates = np.nan_to_num(functools.reduce(np.fmax, groups, nothing))
+    if window.run.step_size != "gradient":
+        return rates * math.sqrt(numel) if window.run.step_size else nothing
+    norms: Floats = np.nan_to_num(window.scalars.get("finite_norm", nothing))
+    return rates * norms
+
+
 class RowsRule(Rule):
     """Base of rules that look at tensors of some ``kinds``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
@@ -10,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import WRONG_SIGN, carried, median, sizes_of_weights
+from gradstat.rules.base import WRONG_SIGN, carried, median, reaches, sizes_of_weights
 from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import (
     CHANCE,
@@ -27,6 +26,7 @@ from gradstat.rules.course import (
 from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Window
 
+_NEVER_WARM = "a warm-up of the learning rate that takes far too many steps, or counts others than these"
 _SCALED = "a loss, or gradients, multiplied by almost 0"
 _HARD = "inputs that tell little about the labels, or terms of the loss that work against each other"
 
@@ -73,7 +73,7 @@ class _ChangedWeights(LearningRule):
     )  # fmt: skip
     series: ClassVar[str]
 
-    _STEPS = 256
+    _STEPS, _FAR = 256, 30.0
 
     _norm = carried(math.nan)
 
@@ -87,8 +87,8 @@ class _ChangedWeights(LearningRule):
             words, is_soon = change_in_words(grown), SOON + HALF <= self._count <= self._STEPS
             if words and is_soon and not window.run.has_rival:
                 loss, chance, share = median(self._recent[-HALF:]), self._chance, self._share(grown, window, step)
-                # Weights that began small have to grow. A loss may also begin at 0, and rise.
-                if share and loss > share * chance > 0.01 * loss:
+                # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
+                if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
                     text = f"{words} in {self._count} steps, the loss is {loss:.4g}, and "
                     text += f"{'guessing has' if self._classes else 'it began at'} {chance:.4g}"
                     yield from self._told(step, self.series, text, grown=grown, loss=loss)
@@ -135,17 +135,20 @@ class ShrinkingWeights(_ChangedWeights):
 class TinySteps(LearningRule):
     """Steps so small that trained weights cannot have moved by 0.2 % of their norm, and the loss is what it was.
 
-    Known exactly, for SGD and optimizers whose steps the learning rate bounds. It is judged once, after 192 losses.
+    Known exactly, for SGD and optimizers whose steps the learning rate bounds. It is judged once, after 192 losses. If
+    the rate still rises, it is judged after 256, and 3 % are too little.
     """
 
     name = "tiny-steps"
     explains = ("no-learning", "unrelated-outputs", "unchanged-parameter")
-    causes = ("a learning rate far too low for this optimizer, or a warm-up that hardly rises",)
+    causes = ("a learning rate far too low for this optimizer",)
     advice = ("raise the learning rate, by a factor of ten at first",)
 
     # The share of the norm of weights, and of the first losses that the last ones still are.
     _MOVED, _FLAT = 2e-3, 0.99
     _STEPS = 192
+    # While a rate rises linearly, moves add up to the square of steps: 3 % come to 100 % after six times as many.
+    _RISEN, _RISING = 0.03, 256
 
     _norm, _numel, _moved = carried(math.nan), carried(0.0), carried(0.0)  # of weights, at first; what bounds all steps
 
@@ -156,15 +159,10 @@ class TinySteps(LearningRule):
             trained = parameters.tensors.matrices & gradients.of(parameters.names).present[-1]
             self._norm = math.hypot(*parameters.l2_norm[0, trained].tolist())
             self._numel = float(parameters.tensors.numel[trained].sum())
-        nothing = np.zeros(len(window.steps))
-        groups = (values for name, values in window.scalars.items() if name.partition("[")[0] == "lr")
-        rates = np.nan_to_num(functools.reduce(np.fmax, groups, nothing))
-        norms = np.nan_to_num(window.scalars.get("finite_norm", nothing)) / max(1 - run.momentum, 1e-3)
-        self._moved += float(
-            (rates * (norms if run.step_size == "gradient" else math.sqrt(max(self._numel, 0.0)))).sum()
-        )
+        momentum = run.momentum if run.step_size == "gradient" else 0.0
+        self._moved += float(reaches(window, max(self._numel, 0.0)).sum()) / max(1 - momentum, 1e-3)
         for row in self._follow(window):
-            if self._count >= self._STEPS:
+            if self._count >= (self._RISING if self._is_warm_up else self._STEPS):
                 self._is_over = True
                 if run.step_size and self._norm > 0 and not run.has_rival:
                     yield from self._judge_moves(window.value("lr", row), run.step_size)
@@ -172,10 +170,13 @@ class TinySteps(LearningRule):
 
     def _judge_moves(self, rate: float, step_size: str) -> Iterator[Finding]:
         moved, first, now = self._moved / self._norm, median(self._first[:SPAN]), median(self._recent)
-        if 0 < moved < self._MOVED and now > self._FLAT * first > 0:
+        least, share = (self._RISEN, CHANCE) if self._is_warm_up else (self._MOVED, self._FLAT)
+        if 0 < moved < least and now > share * first > 0:
             text = f"the weights cannot have moved by more than {moved:.1g} of their norm in {self._count} steps, at a "
-            text += f"learning rate of {rate:.3g}; the loss began at {first:.4g} and is {now:.4g}"
-            causes = (*self.causes, _SCALED) if step_size == "gradient" else self.causes
+            text += f"learning rate of {rate:.3g}" + f", {rate / self._count:.1g} more in each" * self._is_warm_up
+            text += f"; the loss began at {first:.4g} and is {now:.4g}"
+            causes = (_NEVER_WARM, *self.causes) if self._is_warm_up else self.causes
+            causes = (*causes, _SCALED) if step_size == "gradient" else causes
             yield from self._told(0, "lr", text, causes=causes, moved=moved, lr=rate)
 
 

@@ -13,7 +13,18 @@ import numpy as np
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
 from gradstat.rules.averages import IN_FLOAT32, ROUNDED_AVERAGE, in_words, standing_still
-from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, median, risen, sizes_of_weights
+from gradstat.rules.base import (
+    HUGE,
+    PerName,
+    Rule,
+    around,
+    bounded,
+    carried,
+    median,
+    reaches,
+    risen,
+    sizes_of_weights,
+)
 from gradstat.rules.gradients import NEVER_INITIALISED, VANISHING
 from gradstat.rules.rows import Bools, Rows, Window
 
@@ -35,6 +46,9 @@ _LARGE = 5.0
 # The loss has risen if the median of the last four of so many is above that of the first four, or if that of the next
 # four is above the sixteen before.
 _LATELY, _FOUR, _BEFORE = 60, 4, 16
+# What steps can have changed, times this, explains a change: those of Adam and of Nesterov's momentum may be larger.
+_SPARE = 3.0
+_TOO_FAR = "steps that are far too large: a learning rate far too high, or a loss or gradients far too large"
 _SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
 
 
@@ -43,7 +57,8 @@ class ParameterJump(Rule):
 
     If its largest magnitude grew, it must also exceed 1 and all earlier weights, since one that begins near zero may
     grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before, but for growth by a
-    factor of 10,000: some weights are normalised where they are used, or drawn to centres of classes. If a norm fell
+    factor of 10,000: some weights are normalised where they are used, or drawn to centres of classes. What learning
+    rate and gradients can have changed tells a wrong update from memory that was overwritten. If a norm fell
     and the loss rises in the next four steps, that is reported as well. Parameters with a gradient that are out of
     place when first measured are reported, too.
     """
@@ -63,19 +78,24 @@ class ParameterJump(Rule):
     _largest, _norms = carried(PerName(math.nan)), carried(PerName(math.nan))
     _usual, _moves = carried(PerName(0.0)), carried(PerName(0.0))  # the largest change of a log norm, and how many
     _losses = carried(list[float]())  # the last ones
+    _reach = carried(0.0)  # how far steps can have moved an element, or all of them, since the last measurement
     _infos = carried(dict[str, int]())  # falls that were an info, since the loss had not risen yet, and their steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, kept = window.measured.get("parameter"), len(self._losses)
         losses = self._losses + bounded(window.scalars.get("loss", np.empty(0)))
         self._losses = losses[-_LATELY:]
+        reach, last = np.cumsum([self._reach, *reaches(window)]).tolist(), 0.0  # before each of these steps
         if rows is not None:
             yield from self._at_first(window, rows)
             for row, step in enumerate(rows.steps.tolist()):
-                known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
+                at = int(window.steps.searchsorted(step))
+                self._reach, last = reach[at] - last, reach[at]
+                known = losses[: kept + at + 1][-_LATELY:]
                 is_known = len(known) == min(step + 1, _LATELY) and max(known[:_FOUR] + known[-_FOUR:]) < HUGE
                 has_risen = not is_known or risen([median(known[:_FOUR])], known[-_FOUR:], _FOUR) is not None
                 yield from self._jumps(rows, row, has_risen)
+        self._reach = reach[-1] - last
         if len(window.steps):
             yield from self._harmful(losses, int(window.steps[-1]))
 
@@ -102,6 +122,8 @@ class ParameterJump(Rule):
         judged, largest = rows.tensors.matrices, rows.max_abs[row]
         earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
         usual, moves = self._usual.values_for(rows.names), self._moves.values_for(rows.names)
+        is_of_steps = (largest - earlier < _SPARE * self._reach).tolist()
+        causes_of = self.causes, self.led_by(_TOO_FAR)
         jumped = judged & (earlier > 0) & (largest > _FACTOR * earlier)
         if jumped.any():
             jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
@@ -111,12 +133,12 @@ class ParameterJump(Rule):
                 text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
                 evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
                 how = severity if largest[i] < _FACTOR**2 * earlier[i] else self.severity
-                yield self.found(step, rows.names[i], text, "parameter", how, **evidence)
+                yield self.found(step, rows.names[i], text, "parameter", how, causes_of[is_of_steps[i]], **evidence)
         now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
         move = np.log(now / norms)
         grown = judged & (moves > 1) & (move > np.maximum(math.log(_GROWN), _USUAL * usual)) & ~jumped
         fallen = judged & (_SHRUNK_BY * now < norms)
-        for which, changed, causes in (("grows", grown, self.causes), ("falls", fallen, _SHRUNK)):
+        for which, changed, causes in (("grows", grown, None), ("falls", fallen, _SHRUNK)):
             if changed.any():
                 i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
                 if self.begins(rows.names[i], step):
@@ -125,6 +147,7 @@ class ParameterJump(Rule):
                     evidence = {"before": norms[i], "now": now[i], "parameters": count}
                     if not has_risen and which == "falls":
                         self._infos[rows.names[i]] = step
+                    causes = causes or causes_of[is_of_steps[i]]
                     yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
         is_finite = np.isfinite(move)
         moves += is_finite

@@ -360,10 +360,16 @@ def resized(*sizes: float, changes: Sequence[float] = WRITTEN) -> Story:
     return written(EACH, EACH, changes, loss=1.0, sizes=sizes)
 
 
-def creeping(rate: float, losses: Sequence[float] = (2.1,) * 192, norm: float = 1.0, **run: Any) -> Story:
-    """Like `learning`, with weights that have a norm of 2.26 and 128 elements, a learning rate and a gradient norm."""
-    constant = {"lr": [rate] * len(losses), "finite_norm": [norm] * len(losses)}
-    return replace(learning(losses, weights=(0.2, 0.2), **constant), run=RunSettings(**{"step_size": "rate", **run}))
+def creeping(
+    rate: float, losses: Sequence[float] = (2.1,) * 192, norm: float = 1.0, first: float | None = None, **run: Any
+) -> Story:
+    """Like `learning`, with weights that have a norm of 2.26 and 128 elements, a learning rate and a gradient norm.
+
+    The rate is the last one; they rise from the ``first`` one, if there is one.
+    """
+    rates = np.linspace(rate if first is None else first, rate, len(losses)).tolist()
+    given = {"lr": rates, "finite_norm": [norm] * len(losses)}
+    return replace(learning(losses, weights=(0.2, 0.2), **given), run=RunSettings(**{"step_size": "rate", **run}))
 
 
 def learning(
@@ -877,6 +883,9 @@ STORIES: list[tuple[Any, ...]] = [
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.2, 99.0, 0.2)),
      learning([1.7] * 64, weights=(0.2, 0.2), later=(0.7, 5.0, 0.7)),
      learning([1.7] * 160, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1), when=130)),
+    ("weights and losses that explode -> growing-weights, warning 50 lr: grown to 35.4 times their norm in 51 steps",
+     learning([2.1] + [300.0] * 63, weights=(0.2, 0.2), later=(7.0, 7.0, 7.0)),
+     learning([2.1] + [300.0] * 63, weights=(0.2, 0.2), later=(5.8, 5.8, 5.8))),
     ("weights that have shrunk -> shrinking-weights, warning 50 weight_decay: shrunk to 0.25 of their norm in 51 steps",
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
      learning([1.8] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
@@ -889,6 +898,10 @@ STORIES: list[tuple[Any, ...]] = [
     ("gradients far too small -> tiny-steps, warning 0 lr: at a learning rate of 0.01; the loss began at 2.1",
      creeping(0.01, norm=0.0023, step_size="gradient"), creeping(0.01, norm=0.0024, step_size="gradient"),
      creeping(0.01, norm=0.0023, step_size="gradient", momentum=0.9)),
+    ("a warm-up without end -> tiny-steps, warning 0 lr: at a learning rate of 4.5e-05, 2e-07 more in each; the loss",
+     creeping(4.5e-5, (2.1,) * 256, first=0.0), creeping(4.9e-5, (2.1,) * 256, first=0.0),
+     creeping(4.5e-5, (2.1,) * 255, first=0.0), creeping(4.5e-5, (2.2,) * 128 + (2.1,) * 128, first=0.0),
+     creeping(4.5e-5, (2.1,) * 256)),
     ("weights that begin small -> tiny-weights, warning 0 a.weight: the median weight begins 0.02 times as large",
      learning([2.1] * 48, weights=(0.007, 0.007)), learning([2.1] * 48, weights=(0.0072, 0.0072)),
      learning([2.1] * 47, weights=(0.007, 0.007)), learning([2.0] * 48, weights=(0.007, 0.007))),
@@ -1110,6 +1123,27 @@ def test_what_the_scalars_show_comes_before_other_causes(first: str, lr: list[fl
         found = findings(new("loss-spike"), losses(values, lr=lr).windows(size))[0]
         assert found.causes[0].startswith(first)
         assert len({*found.causes}) == len(found.causes)
+
+
+@pytest.mark.parametrize(
+    ("rate", "norm", "step_size", "is_of_steps"),
+    [
+        (1.0, 2.0, "gradient", True),
+        (0.01, 2.0, "gradient", False),
+        (1.0, 0.02, "gradient", False),
+        (1.0, 0.0, "rate", True),
+        (0.01, 9.0, "rate", False),
+        (1.0, 2.0, "", False),
+    ],
+)
+def test_a_jump_that_steps_explain_is_no_bit_flip(rate: float, norm: float, step_size: str, is_of_steps: bool) -> None:
+    for sizes in ([1.0, 101.0], [1.0, 1.6, 1.7, 8.6]):
+        scalars = {"lr": [rate] * 151, "finite_norm": [norm] * 151}
+        story = one("parameter", sizes, scalars=scalars, run=RunSettings(step_size=step_size))
+        for size in (1, 7, 200):
+            (found,) = findings(new("parameter-jump"), story.windows(size))
+            assert found.causes[0].startswith("steps that are far too large") == is_of_steps
+            assert any("a bit flip" in cause for cause in found.causes)
 
 
 @pytest.mark.parametrize("size", [1, 3])
