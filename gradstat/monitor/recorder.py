@@ -24,6 +24,7 @@ from gradstat.guard import checked_value, last_guards
 from gradstat.monitor.arguments import Settings
 from gradstat.monitor.probes.averages import Averages
 from gradstat.monitor.probes.base import Part, Pending, Probe, Run, measurable, own_shards
+from gradstat.monitor.probes.gradients import GradientUse
 from gradstat.monitor.probes.graph import Leaves
 from gradstat.monitor.probes.inputs import Inputs
 from gradstat.monitor.probes.model import BackwardOrder, ModelFacts
@@ -44,7 +45,7 @@ _P = TypeVar("_P", bound=Probe)
 
 # In the order in which they are asked.
 _PROBES: tuple[type[Probe], ...] = (
-    OptimizerSteps, Inputs, Updates, Outputs, Reduction, Replicas, Batches, ParameterValues, Buffers, OptimizerStates,
+    OptimizerSteps, GradientUse, Inputs, Updates, Outputs, Reduction, Replicas, Batches, ParameterValues, Buffers, OptimizerStates,
     Activations, Averages,
 )  # fmt: skip
 

@@ -11,16 +11,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradstat._core.tensors import shard_of
-from gradstat._fields import INDEX
 from gradstat.check import stats
-from gradstat.monitor.probes.base import measurable
+from gradstat.monitor.probes.base import OF_ZEROS, measurable
 
 _UNUSED = 50  # so many zeroed passes without a step are told; four times as many before the first step
 # So many steps in a row are told in which as many passes are unused of as many, or so many once these numbers have
 # varied, as they do at the end of an epoch, or where a program leaves out steps now and then. The last are looked at.
 _ALIKE, _VARIED, _LOOKS = 3, 16, 2
-
-_OF_ZEROS = [INDEX[name] for name in ("nan_count", "inf_count", "min", "max")]  # fields that are 0 of zeros
 
 
 class Zeroed(NamedTuple):
@@ -142,7 +139,7 @@ class ZeroedPasses:
         place = _place(self._outermost)
         if were_zeroed or not self._groups:
             self._groups.append((place, is_local))
-            self._changes.append(self._remained is None or (self._remained[:, _OF_ZEROS] != 0).any())
+            self._changes.append(self._remained is None or (self._remained[:, OF_ZEROS] != 0).any())
         else:
             self._groups[-1] = hash((self._groups[-1], place)), is_local
         weights, self._remained = _rows_of(self._parameters()), None

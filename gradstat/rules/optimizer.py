@@ -27,7 +27,7 @@ class GradientsNotZeroed(Rule):
 
     Known exactly, from versions of a gradient. Gradients that are added up between two steps are not meant, nor those
     that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``. Not known under FSDP 2, which adds to
-    gradients itself, and if gradients are added with ``create_graph=True``.
+    gradients itself, if gradients are added with ``create_graph=True``, or clipped where no optimizer is known.
     """
 
     name = "gradients-not-zeroed"

@@ -1185,6 +1185,40 @@ def test_a_missing_zero_grad_is_told_at_once_and_zeroed_gradients_are_not(optimi
         assert of_rules(run(normal, 8, zero=zero, optimizer=optimizer, backwards=backwards), NOT_ZEROED) == []
 
 
+def zeroed_as_data(optimizer: Any, step: int) -> None:
+    """As old programs do: autograd does not count it as a change of the gradient."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.data.zero_()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_are_zeroed_in_any_way(optimizer: Any) -> None:
+    until = lambda last: lambda o, step: zeroed_as_data(o, step) if step < last else None  # noqa: E731
+    assert of_rules(run(normal, 110, zero=zeroed_as_data, optimizer=optimizer), NOT_ZEROED) == []
+    assert [one.step for one in of_rules(run(normal, 80, zero=until(40), optimizer=optimizer), NOT_ZEROED)] == [51]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [(missing_from(0), [1]), (missing_from(5), [6]), (missing_from(99), []), (zeroed_as_data, [])],
+)
+def test_a_missing_zero_grad_is_told_where_the_optimizer_is_not_known(
+    zero: Any, told: list[int], backwards: int
+) -> None:
+    model = mlp()
+    optimizer = sgd(model, 0.01)
+    monitor = gradstat.Monitor(model, on_anomaly=RECORD)
+    for step in range(12):
+        for _ in range(backwards):
+            model(normal(step)).square().mean().backward()
+        monitor.step()
+        optimizer.step()
+        zero(optimizer, step)
+    monitor.flush()
+    assert [one.step for one in of_rules(monitor, NOT_ZEROED)] == told
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_another_loss_leaves_before_they_are_zeroed_are_not_told(set_to_none: bool) -> None:
     """A generator's backward pass leaves gradients in the discriminator, which zeroes them before its own."""

@@ -883,7 +883,7 @@ STORIES: list[tuple[Any, ...]] = [
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.2, 99.0, 0.2)),
      learning([1.7] * 64, weights=(0.2, 0.2), later=(0.7, 5.0, 0.7)),
      learning([1.7] * 160, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1), when=130)),
-    ("weights and losses that explode -> growing-weights, warning 50 lr: grown to 35.4 times their norm in 51 steps",
+    ("weights and losses that explode -> growing-weights, warning 50 lr: grown to 35.3 times their norm in 51 steps",
      learning([2.1] + [300.0] * 63, weights=(0.2, 0.2), later=(7.0, 7.0, 7.0)),
      learning([2.1] + [300.0] * 63, weights=(0.2, 0.2), later=(5.8, 5.8, 5.8))),
     ("weights that have shrunk -> shrinking-weights, warning 50 weight_decay: shrunk to 0.25 of their norm in 51 steps",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradstat._core.hooks import NOT_CALLED, Hook, opaque_parts, removed_with
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained
 from gradstat._core.tensors import why_not_measured
+from gradstat._fields import INDEX
 from gradstat.monitor.arguments import Settings
 from gradstat.monitor.probes.graph import Leaves
 from gradstat.monitor.segments import PendingRows, Segment
@@ -143,6 +144,10 @@ def own_shards(named: NamedParameters) -> list[Any]:
 
 
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+OF_ZEROS = [INDEX[name] for name in ("nan_count", "inf_count", "min", "max")]
+"""The fields that are 0 in the row of a tensor of zeros, and only there."""
 
 
 def measurable(tensor: object) -> bool:

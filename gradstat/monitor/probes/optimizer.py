@@ -16,6 +16,7 @@ from gradstat._core.hooks import Hook
 from gradstat._core.parameters import NamedParameters
 from gradstat._step.optimizers import unwrapped
 from gradstat.monitor.probes.base import Pending, Probe, Run
+from gradstat.monitor.probes.gradients import FollowedGradient
 
 # References to all optimizers that are watched, or have stepped beside one that is, since several may share a model. A
 # set of them, unlike a WeakSet, can be listed while another thread adds one.
@@ -25,10 +26,7 @@ _optimizers: set[weakref.ref[Optimizer]] = set()
 class OptimizerSteps(Probe):
     """Hears the steps of an optimizer, and compares it with the watched parameters.
 
-    It notes the scalar ``"not_zeroed"`` if the optimizer steps with gradients that contain those of its last step. For
-    that it looks at one parameter. A gradient that a step has used is the same tensor when the next one is added to it,
-    and its version is higher by exactly one: another tensor takes its place after it was set to None, and ``zero_()``
-    or any other change raises the version once more.
+    It notes the scalar ``"not_zeroed"`` if the optimizer steps with gradients that contain those of its last step.
 
     Attributes:
         has_rival: Whether an optimizer has stepped that has none of the watched parameters.
@@ -41,35 +39,20 @@ class OptimizerSteps(Probe):
         assert run.settings.optimizer is not None
         self._optimizer = run.settings.optimizer
         _optimizers.add(weakref.ref(self._optimizer, _optimizers.discard))
-        self._follows: weakref.ref[Tensor] | None = None
-        self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
-        self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
+        self._gradient = FollowedGradient()
         self.has_rival = False
         self._steps = self._version = 0  # of the optimizer; of the parameter
         self._all_steps, self._age, self._asks_age = 0, math.inf, False
         self._stepping = unwrapped(self._optimizer)  # the one that hooks get
         self._watched: set[int] = set()
         self._trainable = {id(p) for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad}
-        self.handles.append(register_optimizer_step_post_hook(Hook(self._has_stepped)))
+        self.handles += register_optimizer_step_post_hook(Hook(self._has_stepped)), self._gradient
 
     @classmethod
     def of(cls, run: Run) -> OptimizerSteps | None:
         return None if run.settings.optimizer is None else cls(run)
 
     # Steps -----------------------------------------------------------------------------------------------
-
-    def _follow(self, parameters: Sequence[Tensor]) -> None:
-        """Follows the first of the watched ``parameters`` that the optimizer trains and that has a gradient."""
-        self._watched = set(map(id, parameters))
-        trained = ids_of(self._optimizer)
-        chosen = next((p for p in parameters if _may_have_hook(p) and p.grad is not None and id(p) in trained), None)
-        is_heard = hasattr(self._stepping, "_optimizer_step_post_hooks")  # else it has not called torch's __init__
-        if chosen is None or not is_heard or (self._follows is not None and self._follows() is chosen):
-            return
-        for handle in self.handles[1:]:
-            handle.remove()
-        self._follows, self._last, self._version = weakref.ref(chosen), None, chosen._version
-        self.handles[1:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
 
     def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is not self._stepping:
@@ -79,34 +62,26 @@ class OptimizerSteps(Probe):
             return
         self._steps += 1
         self._all_steps += 1
-        parameter = None if self._follows is None else self._follows()
+        parameter = self._gradient.parameter
         if self._asks_age and parameter is not None:
             self._age, self._asks_age = _age_of(optimizer.state.get(parameter, {})), False
-        gradient = None if parameter is None else parameter.grad
         self.run.noted.pop("not_zeroed", None)
-        if self._has_used and self._has_new:
+        if self._gradient.use():
             self.run.noted["not_zeroed"] = 1.0
-        self._has_used, self._has_new = gradient is not None, False
-        self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
-
-    def _has_accumulated(self, parameter: Tensor) -> None:
-        gradient, last = parameter.grad, self._last
-        assert gradient is not None
-        version = gradient._version
-        is_continued = last is not None and last[0]() is gradient and version == last[1] + 1
-        self._has_used, self._has_new = self._has_used and is_continued, True
-        self._last = weakref.ref(gradient), version
 
     # Coverage --------------------------------------------------------------------------------------------
 
     def begin(self, step: Pending, named: NamedParameters) -> None:
         # Gradients of the last parameters are usually complete first, before others of the same bucket change.
-        self._follow(named.parameters[::-1])
+        self._watched, trained = set(map(id, named.parameters)), ids_of(self._optimizer)
+        if hasattr(self._stepping, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
+            chosen = self._gradient.follow([p for p in named.parameters[::-1] if id(p) in trained])
+            self._version = self._version if chosen is None else chosen._version
         if self.period:
             self.take(step, named)
 
     def take(self, step: Pending, named: NamedParameters) -> None:
-        parameter = None if self._follows is None else self._follows()
+        parameter = self._gradient.parameter
         before, self._version = self._version, self._version if parameter is None else parameter._version
         steps, self._steps, self._asks_age = self._steps, 0, True
         step.observe(
@@ -169,11 +144,6 @@ def _age_of(state: Mapping[str, Any]) -> float:
     if isinstance(steps, Tensor):
         steps = float(steps) if steps.is_cpu and steps.numel() == 1 else None
     return float(steps) if isinstance(steps, int | float) else math.inf
-
-
-def _may_have_hook(parameter: Tensor) -> bool:
-    """Whether it can be heard that a gradient arrives; not while the parameter is frozen, if only since backward()."""
-    return parameter.requires_grad and parameter.is_leaf
 
 
 def ids_of(optimizer: Optimizer) -> set[int]:
