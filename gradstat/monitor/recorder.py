@@ -45,8 +45,8 @@ _P = TypeVar("_P", bound=Probe)
 
 # In the order in which they are asked.
 _PROBES: tuple[type[Probe], ...] = (
-    OptimizerSteps, GradientUse, Inputs, Updates, Outputs, Reduction, Replicas, Batches, ParameterValues, Buffers, OptimizerStates,
-    Activations, Averages,
+    OptimizerSteps, GradientUse, Inputs, Updates, Outputs, Reduction, Replicas, Batches, ParameterValues, Buffers,
+    OptimizerStates, Activations, Averages,
 )  # fmt: skip
 
 

@@ -262,6 +262,12 @@ def sizes_of_weights(parameters: Rows, row: int) -> tuple[list[int], Floats]:
     return judged, parameters.std[row, judged] * np.sqrt(inputs)
 
 
+def is_of_a_layer(name: str, names: Iterable[str]) -> bool:
+    """Whether a weight has a bias beside it among ``names``. Embeddings, gains and centres of classes have none."""
+    bias = f"{name.rpartition('.')[0]}.bias"
+    return any(other.startswith(bias) for other in names)
+
+
 def reaches(window: Window, numel: float = 1.0) -> Floats:
     """``[k]``: by how much each step can have moved ``numel`` weights, by norm, without momentum; 0 if not known."""
     nothing = np.zeros(len(window.steps))

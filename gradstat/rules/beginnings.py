@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import RowsRule, Rule, carried, median, sizes_of_weights
+from gradstat.rules.base import RowsRule, Rule, carried, is_of_a_layer, median, sizes_of_weights
 from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
 from gradstat.rules.rows import Floats, Rows, Window
 
@@ -103,14 +103,15 @@ class ConstantWeights(LearningRule):
 
 
 class TinyWeights(LearningRule):
-    """Most weights begin far too small, and the loss has not fallen in the first steps."""
+    """Most weights begin far too small, and the loss has not fallen in the first steps, or they are hardly there."""
 
     name = "tiny-weights"
     causes = ("an initialisation with a factor or a standard deviation far too small",)
     advice = ("let a weight begin with a standard deviation of about 1 over the root of its number of inputs",)
 
-    # Of the median size; that of the healthy programs of the tests is 0.05 or more.
-    _SMALL = 0.02
+    # Of the median size; that of the healthy programs of the tests is 0.05 or more. Below the second, of the weights
+    # that have a bias, a model has to grow its weights before it can learn.
+    _SMALL, _TINY = 0.02, 0.01
 
     _size, _weight = carried(math.nan), carried("")  # the median, and the first one
 
@@ -118,6 +119,10 @@ class TinyWeights(LearningRule):
         first = _first_sizes(window) if math.isnan(self._size) else None
         if first is not None:
             self._size, self._weight = (median(first[1]), first[0][0]) if first[0] else (math.inf, "")
+            named = zip(*first, strict=True)
+            layers = [size for name, size in named if is_of_a_layer(name, window.measured["parameter"].names)]
+            if len(layers) > 1 and median(layers) < self._TINY:
+                yield from self._small(median(layers), "")
         for _ in self._follow(window):
             if self._count < SOON + HALF:
                 continue
@@ -125,28 +130,37 @@ class TinyWeights(LearningRule):
             # A loss may also begin at 0, and rise.
             is_flat = now > CHANCE * self._chance > 0.01 * now
             if is_flat and self._size < self._SMALL and not window.run.has_rival:
-                text = f"the median weight begins {self._size:.2g} times as large as keeps signals their size"
-                text += f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
-                yield from self._told(0, self._weight, text, "parameter", size=self._size)
+                more = f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
+                yield from self._small(self._size, more)
             return
+
+    def _small(self, size: float, more: str) -> list[Finding]:
+        text = f"the median weight begins {size:.2g} times as large as keeps signals their size{more}"
+        return self._told(0, self._weight, text, "parameter", size=size)
+
+
+_MARGIN = 10.0  # by which the logit of a certain prediction exceeds others
 
 
 class _FirstLosses(LearningRule):
     """Base of rules on the first losses of a classifier, which may be sums over samples."""
 
-    # Of the first outputs: the share of certain predictions, and the number of labels.
-    _certain, _labels = carried(math.nan), carried(1)
+    # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
+    _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
 
     def judge(self, window: Window) -> Iterable[Finding]:
         looks = window.seen.get("outputs", [])
         if looks and math.isnan(self._certain):
-            self._certain, self._labels = looks[0].value.certain, max(1, looks[0].value.labels)
+            facts = looks[0].value
+            self._certain, self._labels, self._wrong = facts.certain, max(1, facts.labels), facts.certain - facts.right
         for _ in self._follow(window):
             self._is_over = True
             if self._classes:
                 usual, first = math.log(self._classes), abs(self._first[0])
                 labels = max(self._labels, 1)  # a state may hold anything
-                yield from self._begun(first, first / labels if first > labels * usual / 2 else first)
+                # It may be a sum, but not of less than such mistakes cost.
+                is_sum = first / labels > max(usual / 2, _MARGIN * self._wrong)
+                yield from self._begun(first, first / labels if is_sum else first)
             return
 
     def _begun(self, first: float, each: float) -> Iterator[Finding]:
@@ -184,7 +198,7 @@ class FarBeginning(_FirstLosses):
             self._size = median(sizes) if names else 0.0
             if names and sizes.max() > max(self._LARGE, self._ODD * np.sort(sizes)[(len(sizes) - 1) // 2]):
                 largest = names[int(sizes.argmax())]
-                self._weight = largest if f"{largest.rpartition('.')[0]}.bias" in parameters.names else ""
+                self._weight = largest if is_of_a_layer(largest, parameters.names) else ""
         yield from super().judge(window)
 
     def _begun(self, first: float, each: float) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ RISES = 1.001
 _CANCELS = 3e-4
 # Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. In healthy programs of
 # the tests they shrink to 0.97 at most, but for a critic's in a GAN, and grow to 49 where the loss falls.
-_SHRUNK, _GROWN = 0.3, 3.0
+SHRUNK, GROWN = 0.3, 3.0
 
 RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
 LOWER = "lower the learning rate, by a factor of ten at first, and warm it up"
@@ -103,9 +103,9 @@ class LearningRule(Rule):
 
 def change_in_words(grown: float) -> str:
     """How far weights have come whose norm is ``grown`` times the first one; empty if not by far, or if it is NaN."""
-    if grown < _SHRUNK:
+    if grown < SHRUNK:
         return f"the weights have shrunk to {grown:.2g} of their norm"
-    return f"the weights have grown to {grown:.3g} times their norm" if grown > _GROWN else ""
+    return f"the weights have grown to {grown:.3g} times their norm" if grown > GROWN else ""
 
 
 def norms_of_weights(window: Window) -> list[tuple[int, float]]:

@@ -14,9 +14,11 @@ from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import (
     CHANCE,
     FLAT,
+    GROWN,
     HALF,
     LOWER,
     RATES,
+    SHRUNK,
     SOON,
     SPAN,
     LearningRule,
@@ -66,7 +68,7 @@ class NegativeLoss(TargetsRule):
 
 
 class _ChangedWeights(LearningRule):
-    """Base of rules on the norm of all weights, which changes by far in 256 steps while the loss stays at chance."""
+    """Base of rules on the norm of all weights, which changes by far in 256 steps while the loss stays high."""
 
     explained_by = (
         "negative-loss", "no-learning", "unrelated-outputs", "diverging-start", "growing-weights", "shrinking-weights",
@@ -75,28 +77,32 @@ class _ChangedWeights(LearningRule):
 
     _STEPS, _FAR = 256, 30.0
 
-    _norm = carried(math.nan)
+    _norm, _size = carried(math.nan), carried(math.nan)  # of all weights, and of the median one, at first
 
     def judge(self, window: Window) -> Iterable[Finding]:
+        rows = window.measured.get("parameter")
         for step, norm in norms_of_weights(window):
             self._take(window, step)
+            sizes = () if rows is None else sizes_of_weights(rows, int(rows.steps.searchsorted(step)))[1]
+            size = median(sizes) if len(sizes) else 0.0
             if math.isnan(self._norm):
-                self._norm = max(norm, 1e-300)
+                self._norm, self._size = max(norm, 1e-300), max(size, 1e-300)
                 continue
-            grown = norm / self._norm
-            words, is_soon = change_in_words(grown), SOON + HALF <= self._count <= self._STEPS
-            if words and is_soon and not window.run.has_rival:
-                loss, chance, share = median(self._recent[-HALF:]), self._chance, self._share(grown, window, step)
+            grown, is_soon = norm / self._norm, SOON + HALF <= self._count <= self._STEPS
+            if is_soon and not window.run.has_rival:
+                share = self._share(max(grown, size / self._size if grown > 1 else 0.0), size, window)
+                loss, chance = median(self._recent[-HALF:]), self._chance
                 # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
                 if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
+                    words = change_in_words(grown) or f"the weights have come to {grown:.2g} times their norm"
                     text = f"{words} in {self._count} steps, the loss is {loss:.4g}, and "
                     text += f"{'guessing has' if self._classes else 'it began at'} {chance:.4g}"
                     yield from self._told(step, self.series, text, grown=grown, loss=loss)
         self._take(window)
         self._is_over |= self._count > self._STEPS
 
-    def _share(self, grown: float, window: Window, step: int) -> float:
-        """The share of chance from which on weights may not have ``grown`` so in ``step``; 0 if they may."""
+    def _share(self, grown: float, size: float, window: Window) -> float:
+        """The share of chance from which on weights may not have ``grown`` so, to a median ``size``; 0 if they may."""
         raise NotImplementedError
 
 
@@ -109,27 +115,39 @@ class GrowingWeights(_ChangedWeights):
     series = "lr"
 
     # The median size from which on they are large; the share of chance that suffices for classifiers in the first
-    # steps. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate of 20.
-    _LARGE, _EARLY, _EARLY_SHARE = 2.0, 128, 0.75
+    # steps, and if they are huge. Of public programs one has large weights then, at a share of 0.66: an LSTM with a
+    # learning rate of 20.
+    _LARGE, _HUGE, _EARLY, _EARLY_SHARE, _HALF = 2.0, 6.0, 128, 0.75, 0.5
 
-    def _share(self, grown: float, window: Window, step: int) -> float:
-        rows = window.measured.get("parameter")
-        sizes = () if rows is None or grown < 1 else sizes_of_weights(rows, int(rows.steps.searchsorted(step)))[1]
-        if not len(sizes) or median(sizes) <= self._LARGE:
+    def _share(self, grown: float, size: float, window: Window) -> float:
+        if grown < GROWN or size <= self._LARGE:
             return 0.0
-        return self._EARLY_SHARE if self._classes and self._count <= self._EARLY else FLAT
+        is_early = self._classes and self._count <= self._EARLY
+        return (self._HALF if size > self._HUGE else self._EARLY_SHARE) if is_early else FLAT
 
 
 class ShrinkingWeights(_ChangedWeights):
-    """Weights have shrunk to less than a third of their norm, and the loss stays."""
+    """Weights have shrunk to less than a third of their norm, and the loss stays; or to less than 60 % by decay."""
 
     name = "shrinking-weights"
     causes = ("a weight decay that is far too large",)
     advice = ("lower weight_decay= of the optimizer, by a factor of ten at first",)
     series = "weight_decay"
 
-    def _share(self, grown: float, window: Window, step: int) -> float:
-        return FLAT if grown < 1 else 0.0
+    # The share of the norm, and that of chance, from which on a weight decay outweighs the loss in so many steps.
+    _LESS, _HALF, _LATER = 0.6, 0.5, 96
+
+    _decays = carried(False)
+
+    def judge(self, window: Window) -> Iterable[Finding]:
+        for seen in window.seen.get("coverage", []):
+            self._decays = any(value > 0 for name, value in seen.value.settings.items() if name[0] == "w")
+        yield from super().judge(window)
+
+    def _share(self, grown: float, size: float, window: Window) -> float:
+        if grown < SHRUNK:
+            return FLAT
+        return self._HALF if grown < self._LESS and self._decays and self._count >= self._LATER else 0.0
 
 
 class TinySteps(LearningRule):

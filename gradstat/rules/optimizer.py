@@ -284,7 +284,7 @@ class SecondMomentDrop(RowsRule):
 
 
 # The square roots of all elements are below eps, or this if that is less, which is the eps that torch's optimizers have
-# if none is given; a larger one is chosen to dominate, as in PPO. For so many measurements in a row.
+# if none is given; a larger one is chosen to dominate, as in PPO. For so many measurements in a row, unless all are.
 _USUAL_EPS, _MEASUREMENTS = 1e-8, 2
 
 
@@ -311,7 +311,8 @@ class SmallSecondMoment(LastingRule):
         limit, largest = min(eps, _USUAL_EPS) ** 2, rows.field("max")
         # All zero means no gradient yet, which other rules report.
         low = rows.tensors.matrices & (largest < limit) & (largest > 0)
-        for row, fresh, _, since in self.lasting(rows, low, _MEASUREMENTS, _unique(kind, rows)):
+        needed = np.where((low.sum(1) == rows.tensors.matrices.sum())[:, None], 1, _MEASUREMENTS)
+        for row, fresh, _, since in self.lasting(rows, low, needed, _unique(kind, rows)):
             i = fresh[0]
             name, value = rows.names[i], largest[row, i]
             text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from gradstat.rules.base import (
     around,
     bounded,
     carried,
+    is_of_a_layer,
     median,
     reaches,
     risen,
@@ -38,7 +39,7 @@ _SHRUNK_BY = 30.0
 _INITIAL = 1e8  # the magnitude above which no initialised parameter begins
 # The root mean square of a weight at the start over that of its twins in other layers, of the same shape and with a
 # name that differs only in the numbers of layers: the median, or the smaller of two. Initial weights divided by the
-# root of their layer's number differ by 6.4 in 80 layers.
+# root of their layer's number differ by 6.4 in 80 layers. Or the size of a weight that has a bias; torch begins at 0.6.
 _UNLIKE = 10.0
 # The size, as `sizes_of_weights` defines it, above which that counts: the last of a residual branch may begin far
 # smaller than others on purpose.
@@ -110,9 +111,15 @@ class ParameterJump(Rule):
             text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
             more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
             yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
-        name, ratio = _unlike(rows, fresh)
+        sizes_at = dict(zip(*sizes_of_weights(rows, 0), strict=True))
+        name, ratio = _unlike(rows, fresh, sizes_at)
+        text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
+        if ratio <= _UNLIKE:
+            of_layers = [i for i in sizes_at if fresh[i] and is_of_a_layer(rows.names[i], rows.names)]
+            i = max(of_layers, key=lambda i: sizes_at[i], default=-1)
+            ratio, name = sizes_at.get(i, 0.0), rows.names[i]
+            text = f"{name} begins {ratio:.3g} times as large as keeps signals their size"
         if ratio > _UNLIKE and self.begins(name, rows.steps[0]):
-            text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
             causes = ("an initialisation of its own, or one that was applied twice",)
             yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
 
@@ -168,13 +175,13 @@ class ParameterJump(Rule):
                     yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=rise)
 
 
-def _unlike(rows: Rows, judged: Bools) -> tuple[str, float]:
+def _unlike(rows: Rows, judged: Bools, sizes_at: Mapping[int, float]) -> tuple[str, float]:
     """The weight that is largest beside its twins, among those ``judged``, in the first row, and by which factor."""
     twins: dict[Any, list[int]] = {}
     for i, info in enumerate(rows.tensors.infos):
         if info is not None and judged[i] and rows.rms[0, i] > 0:
             twins.setdefault((re.sub(r"\b\d+\.", "", rows.names[i]), info.shape), []).append(i)
-    ratios, sizes_at = {"": 0.0}, dict(zip(*sizes_of_weights(rows, 0), strict=True))
+    ratios = {"": 0.0}
     for group in twins.values():
         sizes = np.sort(rows.rms[0, group])
         largest = group[int(rows.rms[0, group].argmax())]

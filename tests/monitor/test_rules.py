@@ -271,6 +271,26 @@ def begun(weight: float, gradient: list[float] | None = None) -> Story:
     return rows_of("parameter", each((0, 50), [row(weight), row(1e9, 8), row()]), tables={"gradient": table})
 
 
+def decaying(loss: float, size: float, decay: float = 0.1, when: int = 100) -> Story:
+    """Weights that have a size of 0.2 and come to another one, beside a weight decay."""
+    looks = covered({"settings": {"weight_decay of group 0": decay}}).observations
+    story = learning([2.1] * 64 + [loss] * 64, weights=(0.2, 0.2), later=(size, 1.0, size), when=when)
+    return replace(story, observations=[*story.observations, *looks])
+
+
+def mistaken(right: float) -> Story:
+    """A loss of 100 labels, of which it may be the sum, and certain predictions of which so many are right."""
+    facts = OutputFacts(certain=0.9, right=right, classes=8, labels=100)
+    return replace(learning([105.0] + [1.0] * 40), observations=[Observation("outputs", 0, facts)])
+
+
+def hardly_there(size: float, second: str = "b.weight") -> Story:
+    """Two weights of layers, if the second has a bias, and losses that fall."""
+    rows = [row(size, zeros=1), row(0.1, 8), row(size, zeros=1), row(0.1, 8)]
+    weights = Table({0: rows}, ("a.weight", "a.bias", second, "b.bias"), [(8, 8), (8,)] * 2)
+    return Story(20, {"loss": [2.1 / (1 + i) for i in range(20)]}, {"parameter": weights})
+
+
 def twins(*sizes: float, names: Sequence[str] = (), is_trained: bool = True) -> Story:
     """Weights of layers that are alike when they are first measured."""
     more = {"names": names or [f"{i}.weight" for i in range(len(sizes))], "shapes": [(8, 8)] * len(sizes)}
@@ -628,7 +648,9 @@ STORIES: list[tuple[Any, ...]] = [
      moved("momentum_buffer", [1.1, 1.1, 0.09]), moved("momentum_buffer", [1.1, 1.1, 0.11]),
      moved("exp_avg", [1.1, 1.1, 0.09]), moved("momentum_buffer", [0.9, 0.9, 0.09])),
     ("a tiny second moment -> small-second-moment, warning 50 x: are at most 9e-17: eps (1e-08) dominates its updates",
-     adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16]), adam("exp_avg_sq", [0.9e-16, 1.1e-16, 0.9e-16]),
+     adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16]),
+     rows_of("exp_avg_sq", {0: [row(0.9e-16), row()], 50: [row(1.1e-16), row()], 100: [row(0.9e-16), row()]},
+             names="xy", shapes=[(8, 8)] * 2, run=RunSettings(optimizer_eps=1e-8)),
      adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [1.1e-16] * 5, eps=1e-5), adam("exp_avg_sq", [0.0] * 5),
      one("exp_avg_sq", [0.9e-16] * 5)),
     ("a second moment in a branch that begins small -> small-second-moment, info 0 x: are at most 9e-17",
@@ -641,7 +663,9 @@ STORIES: list[tuple[Any, ...]] = [
      rows_of("parameter", {0: [row(1e-4), row(1, 8), row()], 50: [row(0.1), row(1, 8), row()]}),
      one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0])),
     ("a weight that begins huge -> parameter-jump, error 0 a.weight: has an element of magnitude 1.1e+08 at the start",
-     begun(1.1e8), begun(0.9e8), begun(1.1e8, ABSENT), one("parameter", [1e9])),
+     begun(1.1e8), begun(1.1e8, ABSENT), one("parameter", [1e9])),
+    ("a weight that begins large -> parameter-jump, warning 0 a.weight: begins 11.3 times as large as keeps signals",
+     begun(4.0), begun(3.5), begun(4.0, ABSENT), twins(4.0)),
     ("a norm that grows -> parameter-jump, error 150 x: the norm of x grows from 13.6 to 68.8",
      one("parameter", [1.0, 1.6, 1.7, 8.6]), one("parameter", [1.0, 1.6, 1.7, 8.4]),
      one("parameter", [1.0, 1.8, 1.7, 8.6]), one("parameter", [1.0, 1.6, 8.6]),
@@ -873,6 +897,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("certain from the beginning -> far-beginning, warning 0 loss: begins at 5.3, guessing among 8 classes gives 2.079",
      learning([5.3] + [1.0] * 40, certain=0.4), learning([5.1] + [1.0] * 40, certain=0.4),
      learning([5.3] + [1.0] * 40, certain=0.2)),
+    ("certain mistakes, which are no sum -> far-beginning, warning 0 loss: begins at 105",
+     mistaken(0.0), mistaken(0.8)),
     ("a weight that begins large -> far-beginning, warning 0 a.weight: a.weight begins far larger than other weights",
      learning([5.3] + [1.0] * 40, weights=(1.8, 0.17)), learning([5.1] + [1.0] * 40, weights=(1.8, 0.17)),
      learning([5.3] + [1.0] * 40, weights=(1.8, 0.19)), learning([5.3] + [1.0] * 40, weights=(1.7, 0.01)),
@@ -891,6 +917,15 @@ STORIES: list[tuple[Any, ...]] = [
      learning([1.8] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
      learning([2.0] * 64, weights=(0.2, 0.2), later=(0.1, 0.4, 0.1)),
      learning([1.7] * 64, weights=(12.0, 12.0), later=(2.5, 2.5, 2.5))),
+    ("a decay that outweighs the loss -> shrinking-weights, warning 100 weight_decay: come to 0.55 times their norm in",
+     decaying(1.1, 0.11), decaying(1.0, 0.11), decaying(1.1, 0.12), decaying(1.1, 0.11, decay=0.0),
+     decaying(1.1, 0.11, when=90)),
+    ("most weights have grown -> growing-weights, warning 50 lr: come to 2.4 times their norm in 51 steps",
+     learning([1.7] * 64, weights=(3.0, 0.2), later=(5.0, 1.0, 5.0)),
+     learning([1.7] * 64, weights=(3.0, 1.4), later=(5.0, 1.0, 5.0))),
+    ("huge weights -> growing-weights, warning 50 lr: grown to 13.4 times their norm in 51 steps",
+     learning([1.1] * 64, weights=(0.2, 0.2), later=(2.65, 1.0, 2.65)),
+     learning([1.1] * 64, weights=(0.2, 0.2), later=(2.1, 1.0, 2.1))),
     ("a rate far too low -> tiny-steps, warning 0 lr: cannot have moved by more than 0.002 of their norm in 192 steps",
      creeping(2e-6), creeping(2.2e-6), creeping(2e-6, (2.1,) * 191), creeping(2e-6, (2.1,) * 96 + (2.0,) * 96),
      creeping(2e-6, step_size=""), creeping(2e-6, has_rival=True), creeping(0.0), creeping(2e-6, (-2.1,) * 192),
@@ -905,6 +940,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("weights that begin small -> tiny-weights, warning 0 a.weight: the median weight begins 0.02 times as large",
      learning([2.1] * 48, weights=(0.007, 0.007)), learning([2.1] * 48, weights=(0.0072, 0.0072)),
      learning([2.1] * 47, weights=(0.007, 0.007)), learning([2.0] * 48, weights=(0.007, 0.007))),
+    ("weights that are hardly there -> tiny-weights, warning 0 a.weight: the median weight begins 0.0079 times as",
+     hardly_there(2.8e-3), hardly_there(3.7e-3), hardly_there(2.8e-3, "c.weight")),
     ("losses that explode at once -> diverging-start, warning 0 lr: the loss went from 2.1 to 11, by the median",
      learning([2.1] + [11.0] * 20, lr=[0.1] * 21), learning([2.1] + [10.0] * 20),
      learning([2.1] + [11.0] * 7 + [2.0] * 13)),
