@@ -185,30 +185,21 @@ class FarBeginning(_FirstLosses):
     _FAR = 2.5
     # The share of predictions that are certain; the median size of weights, up to 2.7 in healthy programs.
     _CERTAIN, _LARGE = 0.3, 5.0
-    # Times the median size, of one weight with a bias. Embeddings and centres of classes have none, and may begin in a
-    # scale of their own.
-    _ODD = 10.0
 
-    _size, _weight = carried(math.nan), carried("")
+    _size = carried(math.nan)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        first, parameters = _first_sizes(window) if math.isnan(self._size) else None, window.measured.get("parameter")
-        if first is not None and parameters is not None:
-            names, sizes = first
-            self._size = median(sizes) if names else 0.0
-            if names and sizes.max() > max(self._LARGE, self._ODD * np.sort(sizes)[(len(sizes) - 1) // 2]):
-                largest = names[int(sizes.argmax())]
-                self._weight = largest if is_of_a_layer(largest, parameters.names) else ""
+        first = _first_sizes(window) if math.isnan(self._size) else None
+        if first is not None:
+            self._size = median(first[1]) if first[0] else 0.0
         yield from super().judge(window)
 
     def _begun(self, first: float, each: float) -> Iterator[Finding]:
         usual, share = math.log(self._classes), 0.0 if math.isnan(self._certain) else self._certain
-        if each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE or self._weight):
+        if each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > self._CERTAIN)
-            text += f"; {self._weight} begins far larger than other weights" * bool(self._weight)
-            name, about = (self._weight, "parameter") if self._weight else ("loss", "series")
-            yield from self._told(0, name, text, about, loss=first, chance=usual, share=share)
+            yield from self._told(0, "loss", text, loss=first, chance=usual, share=share)
 
 
 class DivergingStart(_FirstLosses):

@@ -125,11 +125,7 @@ class OptimizerMemory(Rule):
         for is_wrong, key, value, what, usual in settings if len(window.steps) else ():
             if is_wrong and self.begins(key, window.steps[-1]):
                 span = (
-                    f"the last {1 / (1 - value):,.0f} steps"
-                    if 0 < value < 1
-                    else "one step"
-                    if not value
-                    else "all steps"
+                    f"the last {1 / (1 - value):,.0f} steps" if 0 < value < 1 else "all steps" if value else "one step"
                 )
                 follows = "a step follows the gradients of" if key == "momentum" else "it averages"
                 text = f"the {what} of the optimizer is {value:g}: {follows} {span}"

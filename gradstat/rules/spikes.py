@@ -23,6 +23,7 @@ WINDOW = 100  # steps
 LOST_PROGRESS = 0.25
 _COUNT, _WITHIN = 4, 5  # a jump is so many values above the limit in so many steps, and began with the first
 _EVERY = 32  # values after which limits are updated, whatever the length of windows
+_STEEP = 4  # standard errors by which a level moves the other way where only the newer half of those before count
 _BLOCK, _KNOWN = 8, 12  # values of which a level is the median; levels to know before the last ones are judged
 
 
@@ -46,6 +47,8 @@ class LevelRule(Rule):
     A single value may be anything, but medians of eight are nearly normally distributed, however heavy the tails. The
     mean of the last ones is compared with those before, continued by their trend, so that neither learning nor a slow
     drift counts; each of them exceeds all but one of those before.
+
+    While they move the other way, only the newer half of those before says where the level was.
 
     The level moved by so many standard ``errors``, estimated from differences of neighbouring values; six are where a
     guard draws the line. It also moved by ``moves`` times its largest earlier move in this direction, since values may
@@ -80,9 +83,7 @@ class LevelRule(Rule):
             at = len(levels) - count + block + 1
             if at < self.before + self.fresh:
                 continue
-            older, now = levels[at - self.fresh - self.before : at - self.fresh], levels[at - self.fresh : at]
-            if min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]:
-                continue
+            now = levels[at - self.fresh : at]
             last = slice(max(0, at - self.kept), at)
             moved = self._moved(levels[last], scatters[last], sign)
             if moved is not None:
@@ -107,13 +108,21 @@ class LevelRule(Rule):
         older, now = levels[:-fresh], levels[-fresh:]
         if len(older) < _KNOWN:  # too few moves to know the usual ones
             return None
-        reference = older[-count:]
-        before, after = median(reference), sum(now) / fresh
-        trend = median(reference[count // 2 :]) - median(reference[: count // 2])
-        shift = sign * (after - before) - max(0.0, sign * trend * (count + fresh) / count)
+        reference, half = older[-count:], count // 2
+        newer = reference[half:]
+        least = min(sign * level for level in now)
+        if least <= sorted(sign * level for level in newer)[-2]:  # mostly
+            return None
+        trend = median(newer) - median(reference[:half])
         # The standard error of a median is 1.25 times that of a mean.
         deviation = MAD / math.sqrt(2) * median(scatters[:-fresh])
-        error = 1.25 * deviation * math.sqrt(1 / (fresh * _BLOCK) + 1 / (count * _BLOCK))
+        if sign * trend < -_STEEP * 1.25 * deviation * math.sqrt(2 / (half * _BLOCK)):
+            reference = newer  # older ones do not say where it has come to
+        elif least <= sorted(sign * level for level in reference)[-2]:
+            return None
+        before, after = median(reference), sum(now) / fresh
+        shift = sign * (after - before) - max(0.0, sign * trend * (count + fresh) / count)
+        error = 1.25 * deviation * math.sqrt(1 / (fresh * _BLOCK) + 1 / (len(reference) * _BLOCK))
         if not shift > self.errors * error:
             return None
         means = np.convolve(older, np.ones(fresh) / fresh, "valid")

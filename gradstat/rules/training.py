@@ -7,6 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from gradstat.guard import OF_MEDIAN, THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
 from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, series
-from gradstat.rules.rows import Observation, Window
+from gradstat.rules.rows import Floats, Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
 _MAXIMIZES = ("an optimizer made with maximize=True",)
@@ -40,7 +41,8 @@ class LossSpike(SpikeRule, LevelRule):
 
     Or whose sign changes at once. An info if a single value jumps, beside another optimizer that trains something else
     in turn, which may catch up, or if the loss is one of Q-learning, whose targets jump with the network that makes
-    them (the runner of the rules sees to both).
+    them (the runner of the rules sees to both). Nor does the size of a loss tell much that has had both signs since the
+    beginning, as log-probabilities times normalised returns: it grows with the episodes.
 
     Args:
         series: The scalar that is judged: the loss, or one that `gradstat.Monitor.step` was given.
@@ -94,6 +96,11 @@ class LossSpike(SpikeRule, LevelRule):
                 if self.begins("sign", step):
                     text = f"the {self.series} changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
                     yield self.found(step, self.series, text, causes=WRONG_SIGN, loss=new, before=old)
+        for finding in self._rises(window, losses):
+            yield replace(finding, severity="info") if _has_both_signs(self._first, self._values) else finding
+
+    def _rises(self, window: Window, losses: Floats) -> Iterator[Finding]:
+        """Judges how high ``losses`` are."""
         values = ((step, loss, None) for step, loss in series(window, self.series))
         shifts = ((shift.step, 0.0, shift) for shift in self.shifts(window.steps, losses, 1))
         # A shift comes behind the value in which it showed.
@@ -149,6 +156,11 @@ class LossSpike(SpikeRule, LevelRule):
             text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
             causes = (*CHANGED, self.causes[-1])
             yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)
+
+
+def _has_both_signs(*series: list[float]) -> bool:
+    """Whether in each of the ``series`` at least a fifth of the values is positive, and a fifth negative."""
+    return all(5 * min(sum(value < 0 for value in of), sum(value > 0 for value in of)) >= len(of) for of in series)
 
 
 def _signs(steps: list[int], losses: list[float]) -> Iterator[tuple[int, float, float]]:
