@@ -145,7 +145,7 @@ class ParameterJump(Rule):
         move = np.log(now / norms)
         grown = judged & (moves > 1) & (move > np.maximum(math.log(_GROWN), _USUAL * usual)) & ~jumped
         fallen = judged & (_SHRUNK_BY * now < norms)
-        for which, changed, causes in (("grows", grown, None), ("falls", fallen, _SHRUNK)):
+        for which, changed in (("grows", grown), ("falls", fallen)):
             if changed.any():
                 i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
                 if self.begins(rows.names[i], step):
@@ -154,7 +154,7 @@ class ParameterJump(Rule):
                     evidence = {"before": norms[i], "now": now[i], "parameters": count}
                     if not has_risen and which == "falls":
                         self._infos[rows.names[i]] = step
-                    causes = causes or causes_of[is_of_steps[i]]
+                    causes = _SHRUNK if which == "falls" else causes_of[is_of_steps[i]]
                     yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
         is_finite = np.isfinite(move)
         moves += is_finite
