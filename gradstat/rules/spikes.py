@@ -23,7 +23,7 @@ WINDOW = 100  # steps
 LOST_PROGRESS = 0.25
 _COUNT, _WITHIN = 4, 5  # a jump is so many values above the limit in so many steps, and began with the first
 _EVERY = 32  # values after which limits are updated, whatever the length of windows
-_STEEP = 4  # standard errors by which a level moves the other way where only the newer half of those before count
+_STEEP = 8  # standard errors by which a level moves the other way where only the newer half of those before count
 _BLOCK, _KNOWN = 8, 12  # values of which a level is the median; levels to know before the last ones are judged
 
 
