@@ -30,12 +30,12 @@ _NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
 # Said of two or more gradients if those with NaN or Inf, times this, are at least as many as all.
 _NEARLY_ALL = 1.1
 _ORIGIN = (
-    "Nearly all: what made them so came before the gradients, in the loss or the forward pass. This prints its line:",
+    "Nearly all gradients are affected, so the cause is in the loss or in the forward pass. To print its line:",
     "  gradstat.monitor.find_culprit(model, lambda: loss_of(model(inputs), targets).backward())",
 )
 # Weights of which that can be said; and what is said of them.
 _FEW = 3
-_BEHIND = "what made them so came from the forward pass, or from behind in the backward pass. This prints its line:"
+_BEHIND = "the cause is in the forward pass, or later in the model. To print its line:"
 _HEADER = ("name", "shape", "NaN", "Inf", "first at", "norm", "min", "max", "zeros")
 
 
@@ -336,7 +336,7 @@ class Report(Judged, OneRow):
         last = _deepest_nan(self._infos, self._each.field("nan_count"))
         if last is None or len(self) > 2 * len(self.nonfinite):
             return ()
-        return f"Nearly all weights up to {printable(self.names[last])}: {_BEHIND}", _ORIGIN[1]
+        return f"Nearly all weights up to {printable(self.names[last])} are affected: {_BEHIND}", _ORIGIN[1]
 
     def _footers(self) -> list[str]:
         lines = [*self._origin]
