@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import RowsRule, Rule, carried, is_of_a_layer, median, sizes_of_weights
+from gradstat.rules.base import RowsRule, Rule, carried, median, sizes_of_weights
 from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
 from gradstat.rules.rows import Floats, Rows, Window
 
@@ -103,15 +103,14 @@ class ConstantWeights(LearningRule):
 
 
 class TinyWeights(LearningRule):
-    """Most weights begin far too small, and the loss has not fallen in the first steps, or they are hardly there."""
+    """Most weights begin far too small, and the loss has not fallen in the first steps."""
 
     name = "tiny-weights"
     causes = ("an initialisation with a factor or a standard deviation far too small",)
     advice = ("let a weight begin with a standard deviation of about 1 over the root of its number of inputs",)
 
-    # Of the median size; that of the healthy programs of the tests is 0.05 or more. Below the second, of the weights
-    # that have a bias, a model has to grow its weights before it can learn.
-    _SMALL, _TINY = 0.02, 0.01
+    # Of the median size; that of the healthy programs of the tests is 0.05 or more.
+    _SMALL = 0.02
 
     _size, _weight = carried(math.nan), carried("")  # the median, and the first one
 
@@ -119,10 +118,6 @@ class TinyWeights(LearningRule):
         first = _first_sizes(window) if math.isnan(self._size) else None
         if first is not None:
             self._size, self._weight = (median(first[1]), first[0][0]) if first[0] else (math.inf, "")
-            named = zip(*first, strict=True)
-            layers = [size for name, size in named if is_of_a_layer(name, window.measured["parameter"].names)]
-            if len(layers) > 1 and median(layers) < self._TINY:
-                yield from self._small(median(layers), "")
         for _ in self._follow(window):
             if self._count < SOON + HALF:
                 continue
@@ -130,13 +125,10 @@ class TinyWeights(LearningRule):
             # A loss may also begin at 0, and rise.
             is_flat = now > CHANCE * self._chance > 0.01 * now
             if is_flat and self._size < self._SMALL and not window.run.has_rival:
-                more = f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
-                yield from self._small(self._size, more)
+                text = f"the median weight begins {self._size:.2g} times as large as keeps signals their size"
+                text += f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
+                yield from self._told(0, self._weight, text, "parameter", size=self._size)
             return
-
-    def _small(self, size: float, more: str) -> list[Finding]:
-        text = f"the median weight begins {size:.2g} times as large as keeps signals their size{more}"
-        return self._told(0, self._weight, text, "parameter", size=size)
 
 
 _MARGIN = 10.0  # by which the logit of a certain prediction exceeds others

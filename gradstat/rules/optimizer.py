@@ -94,7 +94,8 @@ class UnusedGradients(Rule):
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
 
 
-# A momentum that averages the gradients of the last 1,000 steps, and a second moment that averages fewer than two.
+# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), and a second
+# moment that averages fewer than two.
 # States that count as many steps were cleared, if so many were taken, in two looks in a row.
 _MAX_MOMENTUM, _LEAST_DECAY, _TAKEN = 0.999, 0.5, 20
 _INTERCHANGED = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many or too few",)
@@ -119,7 +120,7 @@ class OptimizerMemory(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         momentum, decay = window.run.momentum, window.run.least_decay
         settings = (
-            (momentum >= _MAX_MOMENTUM, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
+            (momentum > _MAX_MOMENTUM, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
             (decay < _LEAST_DECAY, "decay", decay, "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"),
         )
         for is_wrong, key, value, what, usual in settings if len(window.steps) else ():

@@ -174,6 +174,7 @@ class EqualTargets(TargetsRule):
     # class, not all of the same, have so many labels beside the first of each in 1 of 2 ** 16. That after others
     # batches have one label each is as unlikely by the share of those that had, which counts as 2 ** -4 if it is less.
     _ALIKE, _BITS, _MOST_BITS = 90, 16, 4
+    _MOST = 100  # batches that are kept, which is more than any of these needs
     # From the start, targets that are no labels count only if samples have few, since a centre that all samples are
     # drawn to has many.
     _FEW = 4
@@ -198,6 +199,7 @@ class EqualTargets(TargetsRule):
                 continue
             if is_one:
                 self._labels.append([step, label, count])
+                del self._labels[: -self._MOST]
                 yield from self._judge_alike(facts.classes > 0, is_policy, may_begin)
             else:
                 self._alike, self._differ = self._alike + len(self._labels), self._differ + 1

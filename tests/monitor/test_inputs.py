@@ -586,7 +586,8 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     # Gradients that only cancel tell no targets.
     "hidden values -> no correlation": lambda: fitted(hidden, other(classes), 4),
     "a policy of logarithms -> no correlation": lambda: fitted(by_returns, other(classes), 4, LOG_SOFTMAX),
-    "a wrong sign -> also minus a sum of squares of residuals": lambda: fitted(lambda x, y: -mse_loss(x, y), score),
+    "a wrong sign -> also minus a mean or a sum of numbers that are never negative":
+        lambda: fitted(lambda x, y: -mse_loss(x, y), score),
     "targets of 1,000 -> also or more away from outputs": lambda: fitted(mse_loss, lambda step: 1000 * score(step)),
     "targets of 1,000, absolute errors -> also or more away from outputs":
         lambda: fitted(smooth_l1_loss, lambda step: 1000 * score(step)),

@@ -284,13 +284,6 @@ def mistaken(right: float) -> Story:
     return replace(learning([105.0] + [1.0] * 40), observations=[Observation("outputs", 0, facts)])
 
 
-def hardly_there(size: float, second: str = "b.weight") -> Story:
-    """Two weights of layers, if the second has a bias, and losses that fall."""
-    rows = [row(size, zeros=1), row(0.1, 8), row(size, zeros=1), row(0.1, 8)]
-    weights = Table({0: rows}, ("a.weight", "a.bias", second, "b.bias"), [(8, 8), (8,)] * 2)
-    return Story(20, {"loss": [2.1 / (1 + i) for i in range(20)]}, {"parameter": weights})
-
-
 def twins(*sizes: float, names: Sequence[str] = (), is_trained: bool = True) -> Story:
     """Weights of layers that are alike when they are first measured."""
     more = {"names": names or [f"{i}.weight" for i in range(len(sizes))], "shapes": [(8, 8)] * len(sizes)}
@@ -936,8 +929,6 @@ STORIES: list[tuple[Any, ...]] = [
     ("weights that begin small -> tiny-weights, warning 0 a.weight: the median weight begins 0.02 times as large",
      learning([2.1] * 48, weights=(0.007, 0.007)), learning([2.1] * 48, weights=(0.0072, 0.0072)),
      learning([2.1] * 47, weights=(0.007, 0.007)), learning([2.0] * 48, weights=(0.007, 0.007))),
-    ("weights that are hardly there -> tiny-weights, warning 0 a.weight: the median weight begins 0.0079 times as",
-     hardly_there(2.8e-3), hardly_there(3.7e-3), hardly_there(2.8e-3, "c.weight")),
     ("losses that explode at once -> diverging-start, warning 0 lr: the loss went from 2.1 to 11, by the median",
      learning([2.1] + [11.0] * 20, lr=[0.1] * 21), learning([2.1] + [10.0] * 20),
      learning([2.1] + [11.0] * 7 + [2.0] * 13)),
@@ -1202,8 +1193,7 @@ WEIGHT, OTHER = ([nn.Parameter(torch.ones(2))] for _ in range(2))
         (torch.optim.Adam([{"params": WEIGHT, "betas": (0.9, 0.95, 0.7)}]), 0.7, 0.9, False),
         (torch.optim.Adam([{"params": OTHER}, {"params": WEIGHT, "betas": (0.9999, 0.99)}]), 0.99, 0.9999, True),
         (torch.optim.SGD(WEIGHT, 0.1, momentum=0.9999), 0.0, 0.9999, True),
-        (torch.optim.SGD(WEIGHT, 0.1, momentum=0.999), 0.0, 0.999, True),
-        (torch.optim.SGD(WEIGHT, 0.1, momentum=0.998), 0.0, 0.998, False),
+        (torch.optim.SGD(WEIGHT, 0.1, momentum=0.999), 0.0, 0.999, False),
         (torch.optim.AdamW(WEIGHT, betas=(0.9, 0.0)), 0.0, 0.9, True),
         (torch.optim.Adam(WEIGHT, betas=(0.0, 0.9)), 0.9, 0.0, False),
         (torch.optim.RMSprop(WEIGHT, alpha=0.4), 0.4, 0.0, True),
