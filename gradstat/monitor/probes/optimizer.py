@@ -56,7 +56,8 @@ class OptimizerSteps(Probe):
 
     def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is not self._stepping:
-            _optimizers.add(weakref.ref(optimizer, _optimizers.discard))
+            if weakref.ref(optimizer) not in _optimizers:
+                _optimizers.add(weakref.ref(optimizer, _optimizers.discard))
             first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
             self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
             return
