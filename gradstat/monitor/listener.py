@@ -24,7 +24,8 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
 from gradstat.monitor.backward_passes import BackwardPasses, State, is_same, state_of
 from gradstat.monitor.monitor import Monitor
-from gradstat.monitor.zeroed_passes import Zeroed, ZeroedPasses
+from gradstat.monitor.probes.gradients import Zeroed
+from gradstat.monitor.zeroed_passes import ZeroedPasses
 from gradstat.rules.rows import Observation
 
 _CLIPS = "calls of clips and loss scalers could not be tracked"

@@ -6,32 +6,18 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FrameType
-from typing import NamedTuple
 
 from torch import Tensor
 
 from gradstat._core.tensors import shard_of
 from gradstat.check import stats
 from gradstat.monitor.probes.base import OF_ZEROS, measurable
+from gradstat.monitor.probes.gradients import Zeroed
 
 _UNUSED = 50  # so many zeroed passes without a step are told; four times as many before the first step
 # So many steps in a row are told in which as many passes are unused of as many, or so many once these numbers have
 # varied, as they do at the end of an epoch, or where a program leaves out steps now and then. The last are looked at.
 _ALIKE, _VARIED, _LOOKS = 3, 16, 2
-
-
-class Zeroed(NamedTuple):
-    """Backward passes whose gradients were zeroed before a step used them.
-
-    Attributes:
-        unused: How many.
-        of: Of how many passes since the last step; 0 if there was no step.
-        steps: In how many steps in a row.
-    """
-
-    unused: int
-    of: int = 0
-    steps: int = 0
 
 
 class ZeroedPasses:

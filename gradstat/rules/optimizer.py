@@ -66,18 +66,20 @@ _STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
 
 
 class UnusedGradients(Rule):
-    """Backward passes whose gradients are zeroed before a step uses them; needs `gradstat.auto` or an integration.
+    """Backward passes whose gradients are zeroed before a step uses them.
 
-    Known exactly. Told from the third step in a row on in which all passes come from the same places of the program,
-    nothing has moved the parameters in between, and the step uses what the last of them has left: a program that reads
-    gradients in between has another use for them. Not beside an optimizer that trains something else in turn, and not
-    known under FSDP. Or gradients were zeroed fifty times, and twice as often as between earlier steps, without a step.
+    Known exactly. With `gradstat.auto` or an integration, told from the third step in a row on in which all passes come
+    from the same places of the program, nothing has moved the parameters in between, and the step uses what the last of
+    them has left: a program that reads gradients in between has another use for them. Not known under FSDP. Or
+    gradients were zeroed fifty times, and twice as often as between earlier steps, without a step. In a loop that calls
+    `Monitor.step` after each pass, told if that holds for at least 16 of fifty, and more than there were steps. Not
+    beside an optimizer that trains something else in turn.
     """
 
     name = "unused-gradients"
     explains = ("unchanged-parameter", "no-learning", "unrelated-outputs")
     causes = (
-        "gradients are zeroed before each micro-batch instead of once per step",
+        "gradients are zeroed before each micro-batch instead of once per step, or optimizer.step() is left out",
         "gradients that are read before they are zeroed, on purpose: then leave this rule out of rules=",
     )
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
@@ -85,6 +87,8 @@ class UnusedGradients(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("unused", []):
             unused, of = seen.value.unused, seen.value.of
+            if not self.begins("", seen.step):
+                continue
             if not of:
                 text = f"gradients were computed and zeroed {unused} times, and step() of the optimizer was not called"
                 yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)

@@ -70,14 +70,14 @@ class Training:
                 losses.append(loss)
             # With the graph, which the monitor looks at once.
             monitor.step(losses[0] if self.accumulate == 1 else torch.stack(losses).float().sum())
-            self._update()
+            self.update()
             yield step, False
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         with torch.autocast("cpu", self.autocast) if self.autocast is not None else nullcontext():
             return self.loss(self.model, batch)
 
-    def _update(self) -> None:
+    def update(self) -> None:
         if self.scaler is not None and self.unscales:
             self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:

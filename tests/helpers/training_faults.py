@@ -203,6 +203,11 @@ def _never_zeroed(training: Training) -> None:
     training.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
 
 
+def _rarely_steps(training: Training) -> None:
+    update, numbers = training.update, itertools.count()
+    training.update = lambda: None if next(numbers) % 10 else update()  # type: ignore[method-assign]
+
+
 def _without_branch(model: nn.Module, batch: Batch) -> Tensor:
     hidden = model[1](model[0](batch[0])).detach()  # type: ignore[index]
     return F.cross_entropy(model[2:](hidden), batch[1])  # type: ignore[index]
@@ -343,6 +348,8 @@ FAULTS: tuple[Fault, ...] = (
           lambda seed: train_mlp(seed, model=_with_deviation), step=0, late=40, further=40, also=("nonfinite-loss",)),
     Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
     Fault("zero_grad is not called any more", "MLP", "gradients-not-zeroed", "gradients", _never_zeroed),
+    Fault("only every tenth step is taken", "MLP", "unused-gradients", "gradients", _rarely_steps,
+          step=100, further=60),
     Fault("learning rate is negative", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: -lr)),
     Fault("learning rate is 0", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: 0.0), further=60),
     Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight",

@@ -1220,6 +1220,58 @@ def test_a_missing_zero_grad_is_told_where_the_optimizer_is_not_known(
     assert [one.step for one in of_rules(monitor, NOT_ZEROED)] == told
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(
+    ("every", "how", "told"),
+    [
+        (10, "", [("gradients", 0)]),
+        (10, "clipped", [("gradients", 0)]),
+        (10, "zeros", [("gradients", 0)]),
+        (10, "zeros, clipped", [("gradients", 0)]),
+        (3, "", [("gradients", 0)]),
+        (2, "", []),
+        (10, "accumulated", []),
+        (10, "accumulated, clipped", []),
+        (10, "accumulated, zeros, clipped", []),
+    ],
+)
+def test_passes_that_no_step_uses_are_told(every: int, how: str, told: list[tuple[str, int]], is_known: bool) -> None:
+    model = mlp()
+    optimizer = sgd(model, 0.01)
+    monitor = gradstat.Monitor(model, optimizer if is_known else None, on_anomaly=RECORD)
+    for step in range(110):
+        if "accumulated" not in how or step % every == 0:
+            optimizer.zero_grad(set_to_none="zeros" not in how)
+        model(normal(step)).square().mean().backward()
+        monitor.step()
+        if "clipped" in how:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if (step + 1) % every == 0:
+            optimizer.step()
+    monitor.flush()
+    assert [(one.name, one.step) for one in of_rules(monitor, "unused-gradients")] == told
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_evaluations_of_a_closure_are_no_passes_without_a_step(set_to_none: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, history_size=3)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss = (model(normal(0)) - 1).square().mean()
+        loss.backward()
+        monitor.step(loss)
+        return loss
+
+    for _ in range(6):
+        optimizer.step(closure)
+    monitor.flush()
+    assert monitor.steps > 60
+    assert of_rules(monitor, "unused-gradients") == []
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_another_loss_leaves_before_they_are_zeroed_are_not_told(set_to_none: bool) -> None:
     """A generator's backward pass leaves gradients in the discriminator, which zeroes them before its own."""

@@ -22,8 +22,8 @@ from torch import nn
 
 import gradstat
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
+from gradstat.monitor.probes.gradients import Zeroed
 from gradstat.monitor.probes.optimizer import Coverage, optimizer_settings
-from gradstat.monitor.zeroed_passes import Zeroed
 from gradstat.rules import MissingGradient
 from gradstat.rules.averages import Average
 from gradstat.rules.contents import COLUMNS, Contents

@@ -41,8 +41,9 @@ class OptimizerSteps(Probe):
         _optimizers.add(weakref.ref(self._optimizer, _optimizers.discard))
         self._gradient = FollowedGradient()
         self.has_rival = False
-        self._steps = self._version = 0  # of the optimizer; of the parameter
+        self._steps = 0
         self._all_steps, self._age, self._asks_age = 0, math.inf, False
+        self._is_alone = True  # no other optimizer has stepped
         self._stepping = unwrapped(self._optimizer)  # the one that hooks get
         self._watched: set[int] = set()
         self._trainable = {id(p) for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -56,6 +57,7 @@ class OptimizerSteps(Probe):
 
     def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is not self._stepping:
+            self._is_alone = False
             if weakref.ref(optimizer) not in _optimizers:
                 _optimizers.add(weakref.ref(optimizer, _optimizers.discard))
             first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
@@ -76,20 +78,18 @@ class OptimizerSteps(Probe):
         # Gradients of the last parameters are usually complete first, before others of the same bucket change.
         self._watched, trained = set(map(id, named.parameters)), ids_of(self._optimizer)
         if hasattr(self._stepping, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
-            chosen = self._gradient.follow([p for p in named.parameters[::-1] if id(p) in trained])
-            self._version = self._version if chosen is None else chosen._version
+            self._gradient.follow([p for p in named.parameters[::-1] if id(p) in trained])
         if self.period:
             self.take(step, named)
 
     def take(self, step: Pending, named: NamedParameters) -> None:
-        parameter = self._gradient.parameter
-        before, self._version = self._version, self._version if parameter is None else parameter._version
+        changes = self._gradient.changes()
+        if self.run.source.is_loop and self._is_alone and self._all_steps:
+            self._gradient.observe_unused(step)
         steps, self._steps, self._asks_age = self._steps, 0, True
         step.observe(
             "coverage",
-            self._coverage(named)._replace(
-                steps=steps, changes=self._version - before, age=self._age, all_steps=self._all_steps
-            ),
+            self._coverage(named)._replace(steps=steps, changes=changes, age=self._age, all_steps=self._all_steps),
         )
 
     def _coverage(self, named: NamedParameters) -> Coverage:
