@@ -66,7 +66,7 @@ class Gradstat:
     def end(self) -> list[Found]:
         self.monitor.flush()
         fresh = self._new()
-        self.monitor.detach()
+        self.monitor.remove()
         return fresh
 
 

@@ -214,7 +214,7 @@ def recorded(training: Training) -> Recording:
     monitor = training.monitor()
     for _ in training.steps(MeanOverRanks(monitor) if dist.is_initialized() else monitor, 0, STEPS):  # type: ignore[arg-type]
         pass
-    monitor.detach()
+    monitor.remove()
     return monitor.recording()
 
 

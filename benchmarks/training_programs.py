@@ -97,7 +97,7 @@ class Session:
         for step in range(self.steps):
             data = batch()
             if monitor is not None:
-                monitor.batch(data)
+                monitor.check_batch(data)
             curve.append(train_step(optimizer, loss(*data), monitor, clip))
             each(step)
         return Outcome(curve, [model, *kept])
@@ -129,7 +129,7 @@ def run(program: Program, seed: int, steps: int, on: bool = True) -> tuple[Outco
     session = Session(seed, steps, on)
     outcome = program.train(session)
     for monitor in session.monitors:
-        monitor.detach()
+        monitor.remove()
     return outcome, [finding for monitor in session.monitors for finding in serious(monitor)], session.monitors
 
 

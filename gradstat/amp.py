@@ -70,13 +70,13 @@ class GradScaler(TorchGradScaler):
     - ``unscale_`` computes every gradient's statistics in the pass that unscales. ``report(optimizer)`` returns them in
       unscaled units, and distinguishes an overflow, which is part of loss scaling, from NaN, which is not.
     - ``step`` of a fused optimizer without ``unscale_`` takes one pass over the gradients and does not write them.
-    - ``unscale_and_clip_`` needs no further pass for the norm. ``status()`` shows a scale that collapses or runs away.
+    - ``unscale_and_clip_`` needs no further pass for the norm. ``read()`` shows a scale that collapses or runs away.
     - A gradient that was added after ``unscale_``, or unscaled twice because two optimizers share it, raises an error
       instead of causing a wrong step.
 
     Attributes:
-        collapse_after: Consecutive skips from which `status` says ``"collapsing"``. Finding a first scale needs a few.
-        runaway_above: Scale above which `status` says ``"running away"``. float16 overflows at 2**16. A scale of 2**32
+        collapse_after: Consecutive skips from which `read` says ``"collapsing"``. Finding a first scale needs a few.
+        runaway_above: Scale above which `read` says ``"running away"``. float16 overflows at 2**16. A scale of 2**32
             means that no gradient of a growth interval exceeded 2**-16, so probably nothing is computed in float16.
         extra_groups: As for `gradstat.check`. All ranks of these process groups then skip if one of them overflows.
             The optimizer of every rank must have a gradient.
@@ -189,7 +189,7 @@ class GradScaler(TorchGradScaler):
         return returned
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Sets the scale for the next step, like torch's, and counts the step for `status`. No host sync.
+        """Sets the scale for the next step, like torch's, and counts the step for `read`. No host sync.
 
         ``new_scale`` and errors are those of torch. In addition, a first update during CUDA graph capture raises
         RuntimeError.
@@ -205,7 +205,7 @@ class GradScaler(TorchGradScaler):
                 self._counters = counters
         super().update(new_scale)
 
-    def status(self, wait: bool = False) -> ScalerStatus:
+    def read(self, wait: bool = False) -> ScalerStatus:
         """The state of the scale, from the newest numbers that have arrived.
 
         With ``wait`` it returns the current numbers. Without ``wait`` only the first call waits for a GPU, and later

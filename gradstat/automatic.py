@@ -44,7 +44,7 @@ class AutoHandle:
         if getattr(self.optimizer, _MARK, None) is self:
             delattr(self.optimizer, _MARK)
         self._listener.remove()
-        self.monitor.detach()
+        self.monitor.remove()
 
     def __enter__(self) -> Self:
         return self

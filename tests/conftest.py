@@ -65,7 +65,7 @@ def _stop_watching() -> Iterator[None]:
             for listener in announce.listeners():
                 listener.remove()
                 with contextlib.suppress(AnomalyError, AttributeError):  # one of a monitor's own has no monitor
-                    listener.monitor.detach()
+                    listener.monitor.remove()
         torch_calls.leave(None)
 
 

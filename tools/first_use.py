@@ -66,7 +66,7 @@ def monitor_record_and_view(model: torch.nn.Module, folder: Path) -> None:
         if step != 12:
             optimizer.step()
     diagnosis = str(monitor.diagnose())
-    monitor.detach()
+    monitor.remove()
     expect("0.weight" in diagnosis and "12" in diagnosis, f"the diagnosis, which says:\n{diagnosis}")
     expect(recording.exists(), "the recording, which was not written")
     printed = io.StringIO()

@@ -102,7 +102,7 @@ def monitor_step() -> Callable[[], object]:
     inputs = torch.randn(4, 8)
 
     def step() -> None:
-        monitor.batch(inputs)
+        monitor.check_batch(inputs)
         loss = model(inputs).square().mean()
         loss.backward()
         training.count += 1

@@ -67,7 +67,7 @@ def train(
         progress.set_postfix(loss=f"{loss.item():.3f}", grad_norm=f"{norm:.3f}", refresh=False)
         if not interactive and step % max(1, steps // 6) == 0:
             print(f"step {step:4d}  loss {loss.item():.3f}  gradient norm {norm:.3f}", flush=True)
-    monitor.detach()
+    monitor.remove()
     return monitor.recording(), incident
 
 

@@ -322,14 +322,14 @@ class Handle:
 
         self._patches.append(Layer(owner, name, unless_replaying))
 
-    def _detach(self) -> None:
+    def _remove(self) -> None:
         """Restores the methods of the framework. May be called twice."""
         while self._patches:
             self._patches.pop().remove()
 
     def remove(self) -> None:
         """Ends the watching: restores the methods of the framework. The monitors stay readable."""
-        self._detach()
+        self._remove()
         for one in self.watched:
             one.remove()
 

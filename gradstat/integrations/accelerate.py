@@ -144,8 +144,8 @@ class AccelerateHandle(Handle):
         if self.healthy_checkpoints:
             self._patch(accelerator, "save_state", self._in_save_state)
 
-    def _detach(self) -> None:
-        super()._detach()
+    def _remove(self) -> None:
+        super()._remove()
         if getattr(self._accelerator, _MARK, None) is self:
             delattr(self._accelerator, _MARK)
 

@@ -201,7 +201,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
-        self._detach()
+        self._remove()
         self._step_replay = self._loss = None
         self._logged_at = {}
         for one in self.watched:
@@ -213,7 +213,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             with self._unwatched.suppress_errors(0, "a batch could not be kept for a replay"):
                 self._step_replay.note(batch, batch_idx)
         for monitor in self.monitors[:1]:
-            monitor.batch(batch)
+            monitor.check_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Notes the loss, undoing the division by the number of micro-batches and the loss scale."""

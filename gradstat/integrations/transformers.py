@@ -138,7 +138,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         """Makes sure that the watched model is the one to be trained, and loads the state of a checkpoint."""
         trainer = self.trainer
         if self._accelerator is not trainer.accelerator:  # a hyperparameter search has made another
-            self._detach()
+            self._remove()
             self._check(trainer.accelerator)
             self._patch_framework()
         earlier = self.watched[0] if self.watched else None
@@ -232,7 +232,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         if self.replays:
             self._inputs.append((args, kwargs))
         for monitor in self.monitors:
-            monitor.batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
+            monitor.check_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
         return original(*args, **kwargs)
 
     def _in_train(self, original: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ class LowPrecision:
 
     # Steps ------------------------------------------------------------------------------------------------
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """Removes all hooks. The study can still be printed."""
         self._remove()
         self._remove_hooks()

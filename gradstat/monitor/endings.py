@@ -1,4 +1,4 @@
-"""Ends monitors that nobody has detached at the end of the program. A forked process does not end its parent's."""
+"""Ends monitors that nobody has removed at the end of the program. A forked process does not end its parent's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def end(monitor: Any, why: str) -> None:
         warn(f"the last steps could not be read: {error}", RuntimeWarning)
     finally:
         monitor.lock.release()
-    if monitor.steps or monitor.findings or monitor.is_detached:
+    if monitor.steps or monitor.findings or monitor.is_removed:
         monitor.responder.save(why)
     monitor.responder.respond_at_end(monitor)
 

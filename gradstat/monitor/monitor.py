@@ -72,11 +72,11 @@ class Monitor(Results):
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none. The
             file is tried at once. A recording that cannot be written later costs a warning.
         replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no
-            argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
-            forward pass to save the states of random generators, and a copy of the buffers.
+            argument or of what `check_batch` was given. True only keeps what `replay` needs. Costs tens of microseconds
+            per forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
         max_norm: What gradients are clipped to, if they are. No finding then advises to clip them.
-        classes: Number of classes of the integer tensors passed to `batch`; or a mapping by path,
+        num_classes: Number of classes of the integer tensors passed to `check_batch`; or a mapping by path,
             ``{"batch['labels']": 10}``, if not all of them are labels.
         guard: Makes ``optimizer`` skip abnormal steps, judged by the norm and the loss given to `step`; and steps that
             are not finite, like the policy ``"skip"``.
@@ -97,7 +97,7 @@ class Monitor(Results):
         TypeError, ValueError: An argument is invalid. The message says what was expected.
     """
 
-    # Whether this process has to end the monitor: not before it is made, nor after `detach`; and a forked process only
+    # Whether this process has to end the monitor: not before it is made, nor after `remove`; and a forked process only
     # if it takes steps itself.
     is_open = False
 
@@ -113,13 +113,13 @@ class Monitor(Results):
         save_to: str | Path | None = None,
         replay: Callable[..., Any] | bool = False,
         max_norm: float | AdaptiveClip | None = None,
-        classes: int | Mapping[str, int] | None = None,
+        num_classes: int | Mapping[str, int] | None = None,
         guard: SpikeGuard | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
         source: StepSource | None = None,
     ) -> None:
         settings = Settings.of(
-            on_anomaly=on_anomaly, watch=watch, rules=rules, max_norm=max_norm, classes=classes, guard=guard,
+            on_anomaly=on_anomaly, watch=watch, rules=rules, max_norm=max_norm, num_classes=num_classes, guard=guard,
             options=options, saves=source is not None and source.saves,
         )  # fmt: skip
         self.source = StepSource(model) if source is None else source
@@ -136,7 +136,7 @@ class Monitor(Results):
         self.responder = Responder(settings, self.source, self.recorder, self.reviewer, replayer, self.unwatched, file)
         # A replay is of the newest step: the next one would overwrite what it needs.
         self._lag = 0 if settings.policies.uses("replay") else settings.options.lag
-        self._is_paused = self.is_detached = self._has_warned = False
+        self._is_paused = self.is_removed = self._has_warned = False
         self.lock = threading.RLock()  # protects everything but responses, which call users' functions
         self.is_open = True
         endings.remember(self)
@@ -168,7 +168,7 @@ class Monitor(Results):
         """Records a step: call it once per step, after ``backward()`` and before gradients are clipped.
 
         No host sync on a GPU unless the option ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not
-        fused. For one thread: calls of another wait. After `detach` it only warns, once.
+        fused. For one thread: calls of another wait. After `remove` it only warns, once.
 
         Args:
             loss: The loss: a tensor of one element, or a number. The graph of the first one tells more than its value.
@@ -181,7 +181,7 @@ class Monitor(Results):
 
         Raises:
             TypeError, ValueError: ``loss`` or one of ``scalars`` is not one number, or has the name of a scalar of
-                gradstat, or the function of ``replay`` takes a batch that `batch` did not get.
+                gradstat, or the function of ``replay`` takes a batch that `check_batch` did not get.
             AnomalyError: A finding has the policy ``"raise"``. What a callable in ``on_anomaly`` raises is passed on.
             BackendUnavailableError: The requested backend cannot run here. Other internal errors of the monitor are
                 reported once, as a warning, and training goes on.
@@ -223,12 +223,12 @@ class Monitor(Results):
         return self.findings[first_new:]
 
     @never_traced
-    def batch(self, batch: Any) -> list[Finding]:
+    def check_batch(self, batch: Any) -> list[Finding]:
         """Inspects a batch before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
 
         For what the model itself is not called with, since its floating inputs are measured anyway, and for labels.
 
-        Floating-point tensors are measured with the gradients of the step. If ``classes`` was given, the range of
+        Floating-point tensors are measured with the gradients of the step. If ``num_classes`` was given, the range of
         integer tensors is checked: on the CPU at once, so that a label out of range is reported before the loss fails
         on it. No host sync on a GPU.
 
@@ -243,7 +243,7 @@ class Monitor(Results):
             AnomalyError: A finding has the policy ``"raise"``.
         """
         if self._is_paused:
-            return self._not_watched("batch")
+            return self._not_watched("check_batch")
         with self.lock:
             first_new = len(self.findings)
             self.responder.replayer.keep_batch(batch)
@@ -267,10 +267,10 @@ class Monitor(Results):
             self.clips = ScaledClips(self.recorder, optimizer, self.unwatched, self.source.is_loop)
 
     def _not_watched(self, call: str) -> list[Finding]:
-        """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
-        if self.is_detached and not self._has_warned:
+        """What calls return during a replay, and after `remove`, when one warning says that nothing is watched."""
+        if self.is_removed and not self._has_warned:
             self._has_warned = True
-            warn(f"{call}() of a monitor that was detached at step {self.steps} watches nothing; make a new one")
+            warn(f"{call}() of a monitor that was removed at step {self.steps} watches nothing; make a new one")
         return []
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
@@ -281,15 +281,15 @@ class Monitor(Results):
         step: it then runs with the current parameters, buffers and random state, and a warning says so.
 
         Args:
-            step_fn: Forward and backward, or a whole training step; called with the last `batch` if it takes an
-                argument. None takes the function given as ``replay``.
+            step_fn: Forward and backward, or a whole training step; called with what `check_batch` last got if it
+                takes an argument. None takes the function given as ``replay``.
 
         Returns:
             The culprit, also stored in `culprit` and shown in the diagnosis, or None if all was finite this time.
 
         Raises:
             RuntimeError: The parameters have changed since the step whose state was kept.
-            TypeError: No function was given, or one that takes a batch, which `batch` did not get.
+            TypeError: No function was given, or one that takes a batch, which `check_batch` did not get.
         """
         paused, self._is_paused = self._is_paused, True  # step_fn may call this monitor
         try:
@@ -299,7 +299,7 @@ class Monitor(Results):
 
     # The end ---------------------------------------------------------------------------------------------
 
-    def detach(self, why: str = "the run ended") -> None:
+    def remove(self, why: str = "the run ended") -> None:
         """Stops monitoring: reads the remaining steps, removes all hooks, saves the recording if ``save_to`` is set.
 
         `findings`, `recording` and `diagnose` stay available. Waits for the device. A recording that cannot be written
@@ -316,7 +316,7 @@ class Monitor(Results):
         try:
             self.flush()
         finally:
-            self._is_paused = self.is_detached = True
+            self._is_paused = self.is_removed = True
             if self.clips is not None:
                 self.clips.remove()
             self.recorder.remove()
@@ -342,4 +342,4 @@ class Monitor(Results):
         """Detaches. An exception that ends the run is noted in the recording, and is not replaced by another."""
         self.reviewer.note_error(error)
         with not_replacing(error):
-            self.detach("the run ended" if error is None else f"{type(error).__name__}: {error}")
+            self.remove("the run ended" if error is None else f"{type(error).__name__}: {error}")

@@ -22,9 +22,9 @@ STATE = Kind("optimizer state", "optimizer", 50, "parameter")
 GRADIENT = Kind("gradient", "gradients", 1, "parameter")
 
 KINDS: tuple[Kind, ...] = (
-    Kind("batch", "batch", 1, "batch", sizes_vary=True),
-    Kind("input", "batch", 1, "batch", sizes_vary=True),  # what the model was called with
-    Kind("constant", "batch", 1, "batch"),  # fraction of features that are the same in all samples
+    Kind("batch", "inputs", 1, "batch", sizes_vary=True),
+    Kind("input", "inputs", 1, "batch", sizes_vary=True),  # what the model was called with
+    Kind("constant", "inputs", 1, "batch"),  # fraction of features that are the same in all samples
     Kind("update", "updates", 0, "parameter"),  # how the step before has changed the parameters
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),
@@ -42,9 +42,9 @@ SCALARS = frozenset(
 """The scalars that gradstat records, beside the rates ``"lr[1]"`` and so on of other groups; others are the user's."""
 
 INPUT_KINDS = ("batch", "input")
-"""What a training step begins with: what ``Monitor.batch`` was given, and what the model was called with."""
+"""What a training step begins with: what ``Monitor.check_batch`` was given, and what the model was called with."""
 
-CHECKS: dict[str, int] = {"origin": 0, "replicas": 0, "batches": 0}
+CHECKS: dict[str, int] = {"origin": 0, "replicas": 0, "rank_batches": 0}
 """Comparisons between ranks, by their key in ``watch=``; they add no tensors."""
 
 DEFAULT_WATCH: dict[str, int] = {kind.watch: kind.period for kind in (GRADIENT, *KINDS)} | CHECKS

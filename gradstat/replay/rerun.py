@@ -253,8 +253,8 @@ class Replayer:
         chosen = step_fn or self._step_fn
         if self._batch is None and chosen is not None and not _binds(chosen):
             raise TypeError(
-                "replay: the function takes the batch, which the monitor does not have; call monitor.batch(batch) "
-                "before each forward pass"
+                "replay: the function takes the batch, which the monitor does not have; "
+                "call monitor.check_batch(batch) before each forward pass"
             )
 
     def end_step(self) -> None:
@@ -305,5 +305,5 @@ class Replayer:
     def remove(self) -> None:
         """Removes the hook from the model and drops everything kept."""
         if self._states is not None:
-            self._states.detach()
+            self._states.remove()
         self._batch = None

@@ -161,7 +161,7 @@ class StepStateKeeper:
         """Lets the next forward pass begin a new step; until then this one can be run again."""
         self._ended = True
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """Removes the hook from the model and drops everything kept."""
         self._remove()
         self.begin_step()

@@ -187,7 +187,7 @@ _CHANGING = 0.6
 
 
 class RepeatedBatch(_RankRule):
-    """The same batch step after step, in place of ever new ones; or on all ranks, for which ``watch={"batches": n}``.
+    """The same batch in every step, in place of new ones; or on all ranks, which needs ``watch={"rank_batches": n}``.
 
     Two batches are the same if the sums of all their inputs are equal. Tokens are not measured. Without other inputs,
     batches are the same if equally many rows of gradients are zero: an embedding has such rows for tokens that are not
@@ -211,7 +211,7 @@ class RepeatedBatch(_RankRule):
         self.in_a_row = in_a_row
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for step, report in self._failed(window, "batches"):
+        for step, report in self._failed(window, "rank_batches"):
             repeated = [list(ranks) for ranks in report.repeated]
             yield self.found(step, "batch", str(report), about="batch", ranks=repeated)
         measured = [kind for kind in INPUT_KINDS if window.measured.get(kind) is not None]

@@ -49,7 +49,7 @@ def _described(counted: dict[str, Any]) -> str:
 
 
 class NonfiniteBatch(Rule):
-    """NaN or Inf in a batch that was passed to ``monitor.batch``, or in what the model was called with.
+    """NaN or Inf in a batch that was passed to ``monitor.check_batch``, or in what the model was called with.
 
     Models may take masks of -Inf, and programs handle NaN themselves, which may mark missing labels. So it is an error
     only if loss or gradients of the step are not finite either. NaN in another is an info, and then left alone.

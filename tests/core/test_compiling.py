@@ -65,7 +65,7 @@ def check(training: Training, loss: Tensor) -> object:
 
 
 def monitored(training: Training, loss: Tensor) -> object:
-    training.monitor.batch({"x": loss})
+    training.monitor.check_batch({"x": loss})
     return [finding.rule for finding in training.monitor.step(loss)], training.monitor.steps
 
 

@@ -65,7 +65,7 @@ def monitored(pairs: Named) -> None:
         warnings.simplefilter("always")
         monitor = gradstat.Monitor(nn.ParameterDict(pairs), on_anomaly="record", options={"lag": 0})
         monitor.step()
-        monitor.detach()
+        monitor.remove()
     for warning in warned:
         raise RuntimeError(str(warning.message).partition("RuntimeError: ")[2] or str(warning.message))
 

@@ -187,7 +187,7 @@ def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int
         theirs = float(engine.get_global_grad_norm() or math.nan)  # Inf or -1 if not finite
         if math.isfinite(theirs) and report.ok:
             assert theirs == pytest.approx(report.total_norm, rel=1e-3), step
-    monitor.detach()
+    monitor.remove()
     recording = monitor.recording()
     assert set(recording.scalars["lr"].tolist()) == {1e-3}
     sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}

@@ -145,7 +145,7 @@ def test_a_monitor_names_the_parameter(is_cut: bool) -> None:
         model.finish_grad_sync()
         monitor.step(loss)
         assert monitor.latest().report.total_norm == pytest.approx(gradstat.check(model).total_norm, nan_ok=True)
-    monitor.detach()
+    monitor.remove()
     assert_alike([(finding.rule, finding.step, finding.text) for finding in monitor.findings])
     assert {(finding.rule, finding.step) for finding in monitor.findings} == {("nonfinite-gradient", 25)}
     assert "2.bias has 1 Inf in 3 elements, the first at [2]" in monitor.findings[0].text

@@ -60,7 +60,7 @@ class Training:
             for _ in range(self.accumulate):
                 batch = self.batch()
                 if self.shown:
-                    monitor.batch(self.show(batch))
+                    monitor.check_batch(self.show(batch))
                 try:
                     loss = self._loss(batch) / self.accumulate
                 except (IndexError, RuntimeError):
@@ -443,8 +443,8 @@ HEALTHY: tuple[Healthy, ...] = (
 def serious_findings(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
     """Trains; returns the findings above severity info, and the monitor."""
     training = healthy.training(seed, steps)
-    monitor = training.monitor(watch=healthy.watch, classes=TOKENS, max_norm=training.max_norm)
+    monitor = training.monitor(watch=healthy.watch, num_classes=TOKENS, max_norm=training.max_norm)
     for _ in training.steps(monitor, 0, steps):
         pass
-    monitor.detach()
+    monitor.remove()
     return serious(monitor), monitor

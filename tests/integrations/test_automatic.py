@@ -455,7 +455,7 @@ def test_gradients_that_are_unscaled_by_hand_may_be_clipped() -> None:
             parameter.grad /= 1024.0
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    monitor.detach()
+    monitor.remove()
     assert "scaled-clip" not in {one.rule for one in monitor.findings}
     assert not announce.listeners()
 

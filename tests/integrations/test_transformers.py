@@ -234,7 +234,7 @@ def test_labels_are_checked_before_the_loss_fails_on_them(make: Make) -> None:
 
     trainer = make()
     trainer.train_dataset = [no_classes(sample) for sample in dataset()]
-    watching = install(trainer, on_anomaly="raise", classes=5, watch={"batch": 1})
+    watching = install(trainer, on_anomaly="raise", num_classes=5, watch={"inputs": 1})
     with watching, pytest.raises(AnomalyError, match="labels"):
         trainer.train()
 

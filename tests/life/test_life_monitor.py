@@ -81,7 +81,7 @@ class Program:
         self.options = {
             "on_anomaly": {"error": (self.policy, "record"), "warning": "record"},
             "watch": self.watch,
-            "classes": 3,
+            "num_classes": 3,
             "options": {
                 "history": self.history,
                 "review_every": self.random.choice([1, 3, 10, 64]),
@@ -121,7 +121,7 @@ class Program:
             EVENTS[event](self)
         x, labels = self.batch(event)
         self.optimizer.zero_grad(set_to_none=self.random.random() < 0.7)
-        self.monitor.batch({"x": x, "labels": labels})
+        self.monitor.check_batch({"x": x, "labels": labels})
         loss = nn.functional.cross_entropy(self.model(x), labels.clamp(0, 2))
         if event == "loss":
             loss = loss * math.nan
@@ -205,7 +205,7 @@ class Program:
     def replace_monitor(self) -> None:
         if self.states:
             with contextlib.suppress(AnomalyError):
-                self.monitor.detach()
+                self.monitor.remove()
             self.monitor = self.monitored()
             self.load()
 

@@ -211,7 +211,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 steps = monitor.recording().steps
 assert (steps[1:] > steps[:-1]).all()
 monitor.save("/dev/null")
-monitor.detach()
+monitor.remove()
 assert not sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 print("right")
 """

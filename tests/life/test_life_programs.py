@@ -210,7 +210,7 @@ def test_a_deleted_monitor_leaves_no_hook(kind: str, steps: int) -> None:
         assert hooks_on(model, optimizer)
         train(model, optimizer, monitor, steps)
         if detached:
-            monitor.detach()
+            monitor.remove()
             assert hooks_on(model, optimizer) == 0
             with pytest.warns(AnomalyWarning, match="was detached"):
                 assert (monitor.step(), monitor.steps) == ([], steps)
@@ -494,7 +494,7 @@ def train_alone(number: int, width: int, device: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         assert gradstat.guarded_step(optimizer, max_norm=1.0).total_norm.item() == pytest.approx(norm / 2, rel=1e-4)
         assert pending.result().total_norm == report.total_norm
-    monitor.detach()
+    monitor.remove()
     assert monitor.recording().scalars["norm"].tolist() == pytest.approx([norm] * 30, rel=1e-6)
 
 

@@ -234,7 +234,7 @@ def test_whose_steps_count() -> None:
     assert study.steps == 8
     study.step()
     assert study.steps == 9
-    study.detach()
+    study.remove()
 
 
 def test_results_reach_print_page_and_loggers(tmp_path: Path) -> None:

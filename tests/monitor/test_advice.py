@@ -67,7 +67,7 @@ def test_the_causes_of_a_loss_are_those_that_what_was_measured_leaves() -> None:
     operation, batch = spoilt("loss", "nonfinite-loss").causes  # parameters were finite
     assert "log of 0" in operation
     assert "NaN" not in batch  # the input was finite
-    causes = spoilt("loss", "nonfinite-loss", watch={"batch": 0, "parameters": 0}).causes
+    causes = spoilt("loss", "nonfinite-loss", watch={"inputs": 0, "parameters": 0}).causes
     assert len(causes) == 3
     assert "a batch with NaN or Inf" in causes[1]
 

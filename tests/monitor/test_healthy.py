@@ -73,7 +73,7 @@ def rules_in(
     for step in range(steps):
         if step == resumed:
             state = monitor.state_dict()
-            monitor.detach()
+            monitor.remove()
             monitor = training.monitor()
             monitor.load_state_dict(state)
         each(step)
@@ -84,7 +84,7 @@ def rules_in(
             training.model[4].zero_grad()
         monitor.step(loss)
         training.optimizer.step()
-    monitor.detach()
+    monitor.remove()
     return [finding.rule for finding in serious(monitor)]
 
 

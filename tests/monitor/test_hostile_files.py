@@ -64,7 +64,7 @@ class Training:
     def run(self, steps: int, bad: int | None = None) -> Self:
         for step in range(steps):
             x, labels = torch.randn(8, 3), torch.randint(0, 2, (8,))
-            self.monitor.batch({"x": x, "labels": labels})
+            self.monitor.check_batch({"x": x, "labels": labels})
             loss = backpropagated(self.optimizer, nn.functional.cross_entropy(self.model(x), labels))
             if step == bad:
                 self.model[0].weight.grad[0, 0] = math.nan
@@ -547,7 +547,7 @@ def test_a_full_disk_costs_what_does_not_fit_and_nothing_else(tmp_path: Path) ->
     with full_above(1 << 10), pytest.warns(RuntimeWarning, match="could not be saved"):
         _ = [monitor.step(loss) for loss in (1.0, math.nan, 1.0)]
     with full_above(1 << 10), pytest.warns(RuntimeWarning, match="could not be saved"):
-        monitor.detach()
+        monitor.remove()
     assert monitor.steps == 3
     assert_same(load(path), recording(40, 12))
     assert list(tmp_path.iterdir()) == [path]
@@ -871,7 +871,7 @@ def test_files_stay_in_the_folder_in_which_they_were_given_whatever_the_name_of_
     model(torch.full((1, 2), torch.nan)).sum().backward()
     for monitor in (with_name, without):
         monitor.step()
-        monitor.detach()
+        monitor.remove()
     assert not list(later.iterdir())
     assert {path.suffix for path in first.iterdir()} == {".gradstat", ".jsonl"}
     assert set(tmp_path.rglob("*")) == {first, later, *first.iterdir()}

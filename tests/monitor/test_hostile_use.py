@@ -121,7 +121,7 @@ class Program:
             else:
                 if self.breaks:
                     patched.setattr(self.breaks, out_of_memory)
-                monitor, step = watched(way, self.model, self.optimizer, watch=EVERYTHING, classes=9)
+                monitor, step = watched(way, self.model, self.optimizer, watch=EVERYTHING, num_classes=9)
             self._train(monitor, step)
         self._train(monitor, step)
         return monitor
@@ -129,7 +129,7 @@ class Program:
     def _train(self, monitor: Monitor | None, step: Callable[..., object]) -> None:
         for _ in range(3):
             if monitor is not None:
-                monitor.batch(self.batch())
+                monitor.check_batch(self.batch())
             step(backpropagated(self.optimizer, self.model(torch.randn(8, 6)).square().mean()))
             self.optimizer.step()
 
@@ -259,7 +259,7 @@ def test_a_program_trains_as_if_nobody_watched_it_and_is_told_once(
     assert len(about) == bool(use.says), told
     assert not program.breaks or "Traceback (most recent call last)" in about[0]
     use.holds(program, monitor)
-    monitor.detach()
+    monitor.remove()
 
 
 def test_a_gradient_that_cannot_be_measured_leaves_the_others_watched() -> None:
@@ -338,7 +338,7 @@ def test_a_model_with_lazy_modules_is_watched_once_it_has_shapes(way: str) -> No
     assert recording.steps.tolist() == recording.tables["parameter"].steps.tolist() == [0, 1, 2]
     assert len(recording.backward_order) == 6
     assert recording.tables["parameter"].numel.sum() == recording.meta["parameters"]
-    monitor.detach() if way == "Monitor" else optimizer._gradstat_auto.remove()
+    monitor.remove() if way == "Monitor" else optimizer._gradstat_auto.remove()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
@@ -388,7 +388,7 @@ def test_findings_are_logged_where_logging_is_set_up(caplog: Any) -> None:
         warnings.simplefilter("ignore", AnomalyWarning)
         for _ in range(4):
             monitor.step(math.nan)
-        monitor.detach()
+        monitor.remove()
     seen = [(record.name, record.levelname, record.message.partition(", ")[2][:14]) for record in caplog.records]
     assert seen == [("gradstat", "ERROR", "nonfinite-loss"), ("gradstat", "INFO", "nonfinite-loss")]
 
@@ -509,16 +509,16 @@ def test_a_full_disk_and_a_recording_that_cannot_be_made_cost_a_warning_each(
         patch.setattr("gradstat.monitor.flight_file.try_replacing", full)
         with pytest.warns(RuntimeWarning, match=r"save_to: no file can be made at .*No space left"):
             monitor = stepped(save_to=tmp_path / "run.gradstat")
-    monitor.detach()
+    monitor.remove()
     assert len(load(tmp_path / "run.gradstat").steps) == 7
     monitor = stepped(save_to=tmp_path / "run.gradstat")
     monkeypatch.setattr("gradstat.monitor.log.StepLog.recording", out_of_memory)
     with pytest.warns(RuntimeWarning, match=r"could not be saved: OutOfMemoryError: no memory left"):
-        monitor.detach()
+        monitor.remove()
 
 
 ENDS: list[Callable[[Any], object]] = [
-    lambda handle: handle.monitor.detach(),
+    lambda handle: handle.monitor.remove(),
     lambda handle: handle.monitor.__exit__(None, None, None),
     lambda handle: handle.remove(),
     lambda handle: handle.__exit__(None, None, None),
@@ -605,18 +605,18 @@ def test_steps_whose_numbers_are_still_in_transit_are_read_as_well(
     assert recording.findings[0].rule == "nonfinite-loss"
 
 
-def test_a_detached_monitor_ends_once_and_says_once_that_it_watches_nothing(tmp_path: Path) -> None:
+def test_a_removed_monitor_ends_once_and_says_once_that_it_watches_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.gradstat"
     monitor = stepped(save_to=path)
-    monitor.detach()
+    monitor.remove()
     path.unlink()
-    said = r"step\(\) of a monitor that was detached at step 7 watches nothing"
+    said = r"step\(\) of a monitor that was removed at step 7 watches nothing"
     with pytest.warns(AnomalyWarning, match=said) as told:
         assert monitor.step(1.0) == []
     assert [warning.filename for warning in told] == [__file__]
-    assert monitor.batch(torch.ones(2)) == []
+    assert monitor.check_batch(torch.ones(2)) == []
     assert monitor.steps == 7
-    monitor.detach()
+    monitor.remove()
     del monitor
     assert not path.exists()
 
@@ -691,7 +691,7 @@ def test_a_lock_keeps_the_steps_of_several_threads_apart(tmp_path: Path) -> None
     def work(number: int) -> None:
         begin.wait(SECONDS)
         for step in range(steps):
-            monitor.batch(torch.full((2, 3), float(number)))
+            monitor.check_batch(torch.full((2, 3), float(number)))
             monitor.step(math.nan if number == 0 and step == 30 else float(number))
             if step % 20 == number:
                 monitor.save(tmp_path / f"{number}.gradstat")
@@ -719,7 +719,9 @@ def test_what_a_monitor_calls_may_use_it_in_any_thread(way: str) -> None:
 
     def uses(*_: object) -> None:
         if len(seen) < 2:
-            seen.append(within_time(lambda: (monitor.step(1.0), monitor.batch(torch.ones(1)), monitor.diagnose())))
+            seen.append(
+                within_time(lambda: (monitor.step(1.0), monitor.check_batch(torch.ones(1)), monitor.diagnose()))
+            )
 
     def step() -> None:
         (model(torch.ones(2, 3)) * math.inf).sum().backward()

@@ -473,7 +473,7 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "the same tokens from the beginning -> nothing": lambda: tokens(lambda step: words(0)),
     # Their number changes at first, in a model without floating inputs.
     "dead units -> nothing":
-        lambda: tokens(lambda step: normal(min(step, 60))[:2], mlp(60), 0.0, watch={"batch": 0}),
+        lambda: tokens(lambda step: normal(min(step, 60))[:2], mlp(60), 0.0, watch={"inputs": 0}),
     "sentences of zero -> 0 input[0]": lambda: sentences(lambda step: (words(step) * 0,)),
     "one sentence -> 0 input[0]": lambda: sentences(lambda step: (alike(step),)),
     "one sentence and places -> 0 input[0]": lambda: sentences(lambda step: (alike(step), PLACES)),
@@ -647,7 +647,7 @@ def test_what_marks_missing_labels_is_information(missing: float, shape: type) -
     for step in range(40):
         inputs, labels = normal(step), torch.randn(16, 1)
         labels[torch.rand(16, 1) < 0.3] = missing
-        monitor.batch((inputs, labels) if shape is tuple else {"inputs": inputs, "labels": labels})
+        monitor.check_batch((inputs, labels) if shape is tuple else {"inputs": inputs, "labels": labels})
         known = labels.isfinite()
         monitor.step(backpropagated(optimizer, mse_loss(model(inputs)[known], labels[known])))
         optimizer.step()
@@ -944,11 +944,11 @@ def test_what_a_model_handles_is_no_error_and_not_the_cause_of_a_later_one() -> 
 
 def test_inputs_are_measured_as_often_as_asked_for_and_not_beside_a_batch_that_was_shown() -> None:
     for period, steps in ((0, []), (3, [0, 3, 6]), (50, [0])):
-        tables = run(normal, 8, watch={"batch": period, "parameters": 0}).recording().tables
+        tables = run(normal, 8, watch={"inputs": period, "parameters": 0}).recording().tables
         assert (tables["input"].steps.tolist() if "input" in tables else []) == steps
     model, x = mlp(), normal(0)
     monitor = gradstat.Monitor(model)
-    monitor.batch({"x": x, "other": normal(1)})
+    monitor.check_batch({"x": x, "other": normal(1)})
     for _ in range(2):
         model(x).sum().backward()
         monitor.step()
@@ -1053,13 +1053,13 @@ _NOT_CALLED = "of a model that was not called"
         ("activations", "as it is", "forward", _NOT_CALLED),
         ("activations", "as it is", "elsewhere compiled", _NOT_CALLED),
         ("outputs", "as it is", "elsewhere compiled", _NOT_CALLED),
-        ("batch", "as it is", "forward", _NOT_CALLED),
+        ("inputs", "as it is", "forward", _NOT_CALLED),
         ("activations", "compiled", "model", f"of the model, which {_COMPILED}"),
         ("outputs", "compiled", "model", ""),
         ("activations", "compiled in place", "model", f"of the model, which {_COMPILED}"),
         ("outputs", "compiled in place", "model", f"of the model, which {_COMPILED}"),
         ("activations", "scripted", "model", f"of the model, which {_SCRIPTED}"),
-        ("batch", "scripted", "model", f"of the model, which {_SCRIPTED}"),
+        ("inputs", "scripted", "model", f"of the model, which {_SCRIPTED}"),
         ("activations", "traced", "model", f"of the model, which {_SCRIPTED}"),
         ("activations", "with a compiled part", "model", f"of 0, which {_COMPILED}"),
         ("activations", "with a scripted part", "model", f"of 0, which {_SCRIPTED}"),
@@ -1354,7 +1354,7 @@ def test_under_ddp_missing_zeroing_and_inputs_are_seen() -> None:
         monitor = run(normal, 8, model, zero)
         assert len(of_rules(monitor, NOT_ZEROED)) == (set_to_none is None), (as_views, set_to_none)
         assert monitor.recording().tables["input"].names == ("input[0]",)
-        monitor.detach()
+        monitor.remove()
 
 
 class Drawn(nn.Module):
@@ -1396,7 +1396,7 @@ def test_of_two_forward_passes_before_a_backward_pass_the_last_is_measured(
     monitor = gradstat.Monitor(model, sgd(model), on_anomaly=RECORD, rules=[looks()])
     (cross_entropy(model(x, 8), torch.arange(16) % 8) + model(x, width).mean()).backward()
     monitor.step()
-    monitor.detach()
+    monitor.remove()
     assert [(one.step, one.value.labels) for one in seen] == [(0, 0)]
     assert [str(warning.message) for warning in recwarn] == []
 
@@ -1476,7 +1476,7 @@ def test_the_first_cause_fits_the_run(kind: str, how: str) -> None:
                 parameter.copy_((parameter / grid).round() * grid)
         if after == "restored":
             model.load_state_dict(kept)
-    monitor.detach()
+    monitor.remove()
     found = serious(monitor)
     assert bool(found) == bool(cause), lines(found)
     assert not found or found[0].causes[0].startswith(cause), [(finding.rule, finding.causes[0]) for finding in found]

@@ -106,7 +106,7 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     for step in range(25):
         if step in (10, 11):
             before[step] = [p.detach().clone() for p in model.parameters()]
-        monitor.batch([torch.randn(8, 4)])
+        monitor.check_batch([torch.randn(8, 4)])
         trained(model, optimizer, monitor, 1)
     gc.collect()
     assert [activation() for activation in seen] == [None] * 25
@@ -256,7 +256,7 @@ def test_a_frozen_integer_parameter_is_no_matter() -> None:
         warnings.simplefilter("error")
         monitor = gradstat.Monitor(model, torch.optim.SGD(model.first.parameters(), lr=0.1))
         trained(model, monitor.recorder.optimizer, monitor, 3)
-        monitor.detach()
+        monitor.remove()
     assert not monitor.findings
     assert "seed" not in monitor.recording().tables["parameter"].names
 
@@ -415,7 +415,7 @@ def test_rolls_back_to_the_last_healthy_state_however_late_numbers_are_read(monk
             assert torch.equal(state[key], value), key
     for number, held in at_ten[1]["state"].items():
         assert torch.equal(optimizer_state["state"][number]["exp_avg"], held["exp_avg"])
-    monitor.detach()
+    monitor.remove()
     numbers_travel(monkeypatch)
     options = {"rollback_every": 2, "lag": 5}
     late = gradstat.Monitor(model, optimizer, on_anomaly={"error": "rollback"}, options=options)
@@ -434,7 +434,7 @@ def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
     with pytest.warns(RuntimeWarning, match="no healthy snapshot of this model"):
         trained(model, optimizer, monitor, 1, bad=4)
     assert torch.equal(model.norm.num_batches_tracked, before["norm.num_batches_tracked"] + 1)  # not even in part
-    monitor.detach()
+    monitor.remove()
 
 
 @pytest.mark.parametrize("calls", [True, False])
@@ -451,7 +451,7 @@ def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
     scale_of_torch = torch.amp.GradScaler.scale
     for earlier in gc.get_objects():  # monitors of earlier tests count while they are open
         if type(earlier) is gradstat.Monitor:
-            earlier.detach("its test is over")
+            earlier.remove("its test is over")
     for count, norm in ((1, 1.0), (2, 4096.0)):
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -466,7 +466,7 @@ def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
         # One without a scaler looks for it until the first step only; with one it hears clips in further steps.
         assert (torch.amp.GradScaler.scale is scale_of_torch) == (count == 2)
         for monitor in monitors:
-            monitor.detach()
+            monitor.remove()
         assert torch.amp.GradScaler.scale is scale_of_torch
     monitor = gradstat.Monitor(model, optimizer)
     assert torch.amp.GradScaler.scale is not scale_of_torch
@@ -496,9 +496,9 @@ STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
         ({"on_anomaly": {"error": "wran"}}, ValueError, "unknown policy 'wran'"),
         ({"on_anomaly": "skip"}, TypeError, "needs the optimizer"),
         ({"on_anomaly": "replay"}, TypeError, "replay=step_fn"),
-        ({"classes": 0}, ValueError, "classes is 0"),
-        ({"classes": True}, ValueError, "classes is True"),
-        ({"classes": {"batch": -1}}, ValueError, "classes is {'batch': -1}"),
+        ({"num_classes": 0}, ValueError, "num_classes is 0"),
+        ({"num_classes": True}, ValueError, "num_classes is True"),
+        ({"num_classes": {"batch": -1}}, ValueError, "num_classes is {'batch': -1}"),
         ({"model": [nn.Linear(2, 2)]}, TypeError, r"expected a torch\.nn\.Module, got list"),
         ({"rules": [default_rules]}, TypeError, "expected instances"),
         ({"rules": [type(default_rules()[0])]}, TypeError, "make an instance"),
@@ -558,12 +558,12 @@ def test_a_loss_is_noted_in_its_step_and_one_that_is_no_number_is_refused() -> N
 
 
 def test_labels_out_of_range_are_reported_before_the_forward_pass() -> None:
-    """``classes`` may name the labels among other integers by their place in the batch."""
+    """``num_classes`` may name the labels among other integers by their place in the batch."""
     labels = torch.tensor([0, 3, -100, 1, 2, 0])
     for classes, inputs in ((4, torch.randn(6, 8)), ({"batch['y']": 4}, torch.full((6, 8), 30_000))):
-        _, _, monitor = made(classes=classes)
-        assert monitor.batch({"x": inputs, "y": labels}) == []
-        (found,) = monitor.batch({"x": inputs, "y": labels.clamp(0) + 1})
+        _, _, monitor = made(num_classes=classes)
+        assert monitor.check_batch({"x": inputs, "y": labels}) == []
+        (found,) = monitor.check_batch({"x": inputs, "y": labels.clamp(0) + 1})
         assert (found.rule, found.name, found.step) == ("label-out-of-range", "batch['y']", 0)
         assert found.evidence["high"] == 4
 
@@ -578,7 +578,7 @@ def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
     trained(model, optimizer, monitor, 5)
     x = torch.randn(32, 8)
     x[7, 2] = math.nan
-    monitor.batch({"a": ("id", [Sample(x)])})
+    monitor.check_batch({"a": ("id", [Sample(x)])})
     trained(model, optimizer, monitor, 1, batch=x)
     first = monitor.diagnose().findings[0]
     assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", "batch['a'][1][0].inputs", [7, 2])
@@ -591,7 +591,7 @@ def test_batches_and_parameters_of_changing_sizes_are_judged_by_their_own_sizes(
         x = torch.tensor([0.0, 2.0]).repeat_interleave(size // 2)[:, None].repeat(1, 8)
         if size == 32:
             x[31, 7] = math.nan
-        monitor.batch(x)
+        monitor.check_batch(x)
         trained(model, optimizer, monitor, 1)
     table = monitor.recording().tables["batch"]
     assert table.column("mean")[:, 0].tolist() == pytest.approx([1.0] * len(sizes), abs=0.01)
@@ -638,7 +638,7 @@ def test_every_step_is_reviewed_once_in_order() -> None:
 
     model, optimizer, monitor = made(rules=[noting()], options={"review_every": 7})
     for _ in range(40):
-        monitor.batch(torch.randn(32, 8))  # a healthy batch does not cause a review
+        monitor.check_batch(torch.randn(32, 8))  # a healthy batch does not cause a review
         trained(model, optimizer, monitor, 1, bad=17)
     monitor.flush()
     assert [step for steps in reviewed for step in steps] == list(range(40))
@@ -657,7 +657,7 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     trained(model, optimizer, monitor, 10)
     state = monitor.state_dict()
     trained(model, optimizer, monitor, 3)  # not reviewed yet
-    monitor.batch(torch.full((4, 8), math.nan))  # so that there are two errors, of which one waits
+    monitor.check_batch(torch.full((4, 8), math.nan))  # so that there are two errors, of which one waits
     with pytest.raises(KeyboardInterrupt):
         trained(model, optimizer, monitor, 4, bad=13)
     monitor.load_state_dict(state)
@@ -692,10 +692,10 @@ def test_a_loss_scale_of_zero_loses_no_step() -> None:
 
 def test_a_batch_is_measured_as_often_as_asked_and_kept_for_a_replay_anyway() -> None:
     for period, steps in ((1, [0, 1, 2, 3]), (2, [0, 2]), (0, [])):
-        _, _, monitor = made(watch={"batch": period}, replay=True)
+        _, _, monitor = made(watch={"inputs": period}, replay=True)
         for _ in range(4):
             batch = torch.randn(4, 8)
-            monitor.batch(batch)
+            monitor.check_batch(batch)
             monitor.step(1.0)
         table, given = monitor.recording().tables.get("batch"), []
         assert ([] if table is None else table.steps.tolist()) == steps
@@ -782,7 +782,7 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
     def train() -> None:
         for _ in range(300):
             batches.append(torch.randn(2, 4))
-            monitor.batch(batches[-1])
+            monitor.check_batch(batches[-1])
             step(batches[-1])
             optimizer.step()
 
@@ -831,7 +831,7 @@ def test_a_replay_that_cannot_run_is_refused_at_once_and_not_at_the_incident() -
             gradstat.Monitor(model, replay=wrong)
     assert not model._forward_pre_hooks
     monitor = gradstat.Monitor(model, on_anomaly="replay", replay=lambda batch: model(batch).sum().backward())
-    with pytest.raises(TypeError, match=r"which the monitor does not have; call monitor\.batch\(batch\) before"):
+    with pytest.raises(TypeError, match=r"which the monitor does not have; call monitor\.check_batch\(batch\) before"):
         monitor.step()
     assert monitor.steps == 0
 
@@ -849,7 +849,7 @@ def test_the_documented_replay_runs_with_the_batch_if_the_function_takes_one(tak
     monitor = gradstat.Monitor(model, replay=functions[takes], on_anomaly="replay")
     for value in (1.0, math.nan):
         newest = torch.full((1, 2), value)
-        monitor.batch(newest)
+        monitor.check_batch(newest)
         step(newest)
         monitor.step()
     assert monitor.culprit.phase == "input"
@@ -929,7 +929,7 @@ def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
         assert recording.findings[0].step == 4
         assert recording.steps[-1] == 4
         assert "second.weight" in recording.meta["why"]
-    monitor.detach()
+    monitor.remove()
     assert load(path).meta["why"] == "the run ended"
 
 

@@ -78,7 +78,7 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
     rules = [finding.rule for finding in monitor.findings]
     assert ("nonfinite-batch" in rules) == (dist.get_rank() == 1)  # only that rank has seen its inputs
     assert_alike([rule for rule in rules if rule != "nonfinite-batch"])
-    monitor.detach()
+    monitor.remove()
     with pytest.raises(TypeError, match="needs the optimizer"):
         gradstat.Monitor(model, watch={"origin": 1}, on_anomaly="skip")
     for period in (2, 1, 0):  # the model may be watched again
@@ -199,7 +199,7 @@ def test_gradients_that_ddp_does_not_reduce_are_told(kind: str, how: str) -> Non
         if handle is None:
             monitor.step(loss)
         optimizer.step()
-    monitor.detach()
+    monitor.remove()
     told = [finding for finding in monitor.findings if finding.rule == "unreduced-gradients"]
     assert [finding.step for finding in told] == [0] * (kind not in ("healthy", "accumulated"))
     assert all(("no_sync()" in finding.causes[0]) == (kind == "no_sync") for finding in told)

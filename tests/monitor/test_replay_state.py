@@ -218,7 +218,7 @@ def test_a_guarded_step_is_not_counted_and_a_scaler_of_gradstat_is_put_back() ->
 
     def state() -> Any:
         things = [model.state_dict(), optimizer.state_dict(), scaler.state_dict(), guard.state_dict()]
-        return bits(things), scaler.status(), step_counters(optimizer).read(wait=True)
+        return bits(things), scaler.read(), step_counters(optimizer).read(wait=True)
 
     assert find_culprit(model, step, optimizer=optimizer, scaler=scaler) is None
     with pytest.raises(KeyError, match="has not been stepped"):
@@ -341,7 +341,7 @@ def test_a_recorder_starts_over_and_goes_away() -> None:
     keeper.begin_step()
     assert keeper.states == []
     model(x)
-    keeper.detach()
+    keeper.remove()
     model(x)
     assert (keeper.states, list(model._forward_pre_hooks)) == ([], [])
     assert torch.cuda.is_initialized() == before

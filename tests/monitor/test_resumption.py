@@ -125,7 +125,7 @@ class Resumption:
             first.train(STEPS // 3)
             earlier.append(Saved.of(first))
         saved = Saved.of(first)
-        first.monitor.detach()
+        first.monitor.remove()
         torch.manual_seed(self.seed)
         run = Run((self.then or self.model)(), self.then_optimize or self.optimize, **self.run)
         run.first, run.average = first, first.average

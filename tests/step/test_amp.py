@@ -96,7 +96,7 @@ def test_a_random_sequence_ends_where_torchs_ends(kind: str, way: str, our_scale
     assert 0 < skipped < 14
     assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
     if isinstance(scalers[0], GradScaler):
-        status = scalers[0].status(wait=True)
+        status = scalers[0].read(wait=True)
         assert (status.steps, status.skipped) == (14, skipped)
         assert status.scale == scalers[1].get_scale()
 
@@ -187,12 +187,12 @@ def test_a_scale_in_trouble_shows(scale: float, bad: float | None, trends: list[
     model, scaler = network(), GradScaler("cpu", init_scale=scale, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for trend in trends:
-        assert scaler.status().trend == trend
+        assert scaler.read().trend == trend
         optimizer.zero_grad()
         backward(model, scaler, torch.randn(4, 6), bad)
         scaler.step(optimizer)
         scaler.update()
-    status, count = scaler.status(wait=True), len(trends)
+    status, count = scaler.read(wait=True), len(trends)
     skipped = 0 if bad is None else count
     assert (status.steps, status.skipped, status.consecutive_skipped) == (count, skipped, skipped)
     assert status.scale == scale * 2.0 ** (count if bad is None else -count)
@@ -221,7 +221,7 @@ def test_a_disabled_scaler_is_transparent() -> None:
     assert gradstat.check(model).total_norm == pytest.approx(0.01, rel=1e-3)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.status().steps == 0
+    assert scaler.read().steps == 0
     if not torch.cuda.is_available():
         with pytest.warns(UserWarning, match="CUDA is not available"):
             assert not GradScaler().is_enabled()

@@ -65,7 +65,7 @@ def test_reports_and_counts_follow_the_stream_of_their_step(current: Any, by: st
     assert by == "scaler" or not SEEN  # no transfer has been started
     with current("of somebody who logs"):
         assert (scaler.report(optimizer) if by == "scaler" else result.report).result().ok
-        assert (scaler.status(wait=True) if by == "scaler" else result.counters.read(wait=True)).steps == 1
+        assert (scaler.read(wait=True) if by == "scaler" else result.counters.read(wait=True)).steps == 1
     assert set(SEEN) == {"of the step"}
 
 

@@ -85,7 +85,7 @@ class Probe:
         """Before a step begins: whether the probe is due in it."""
 
     def inspect(self, step: int, batch: Any) -> list[Observation]:
-        """Looks at what `Monitor.batch` was given for ``step``; returns what is known at once."""
+        """Looks at what `Monitor.check_batch` was given for ``step``; returns what is known at once."""
         return []
 
     def begin(self, step: Pending, named: NamedParameters) -> None:

@@ -1,4 +1,4 @@
-"""`Inputs`: what a training step begins with, the model's inputs and what `Monitor.batch` was given."""
+"""`Inputs`: what a training step begins with, the model's inputs and what `Monitor.check_batch` was given."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Inputs(HookedProbe):
     Inputs of earlier passes of a step are measured when the next pass begins, and only their rows are kept.
     """
 
-    watch = "batch"
+    watch = "inputs"
     lost = "the inputs of the model could not be measured"
 
     def __init__(self, run: Run) -> None:
         hook = Hook(self.keep)
         handle = hook_forward(called(run.model), hook, before=True, with_kwargs=True)
         super().__init__(run, {hook: handle})
-        classes = run.settings.classes
+        classes = run.settings.num_classes
         self._classes = dict(classes) if isinstance(classes, Mapping) else classes
         # In steps in which parameters are measured, features that are the same in all samples are looked for.
         self._telling = run.settings.periods["parameters"]

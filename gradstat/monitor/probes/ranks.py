@@ -84,11 +84,11 @@ class Reduction(Probe):
 class Batches(Probe):
     """Whether ranks got different batches."""
 
-    watch = "batches"
+    watch = "rank_batches"
 
     def inspect(self, step: int, batch: Any) -> list[Observation]:
         if self.run.source.is_joining():
             return []
         from gradstat.distributed import verify_batches
 
-        return [Observation("batches", step, verify_batches(batch))]
+        return [Observation("rank_batches", step, verify_batches(batch))]
