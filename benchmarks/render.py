@@ -17,10 +17,12 @@ import detection_tables
 import plots
 import rows
 import tables
+from helpers.training import HEALTHY
+from training_programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 ALTERNATIVES = ("Lightning steps", "Trainer steps", "Weights & Biases steps")
-_PAGES = ("alternatives", "detection", "golden", "performance", "numerics", "stepping")
+_PAGES = ("alternatives", "detection", "golden", "monitor", "performance", "numerics", "stepping")
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
 NORMS = ("gradstat native", "gradstat CUDA kernels, on the CPU", "gradstat clip's norm", "torch._foreach_norm")
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
@@ -60,6 +62,16 @@ def detected(folder: Path) -> str:
     return "\n" + "\n\n".join(map(detection_tables.in_short, map(rows.current, rows.devices(suite="detection")))) + "\n"
 
 
+def healthy(folder: Path) -> str:
+    """For docs/monitor.md: the trainings in which no rule may report a warning or error."""
+    return "\n" + "; ".join(training.name for training in HEALTHY) + ".\n"
+
+
+def programs(folder: Path) -> str:
+    """For docs/monitor.md: the public programs in which the same holds, with their steps in a long run."""
+    return "\n" + "; ".join(f"{program.name} {program.steps:,}" for program in PROGRAMS) + ".\n"
+
+
 def norm_errors(measured: Sequence[rows.Row]) -> str:
     """For docs/numerics.md: the errors of the kernels and clips that most trainings use."""
     return tables.norm_errors([row for row in measured if row.provider in NORMS])
@@ -88,6 +100,8 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "alternatives": alternatives,
     "summary": summary,
     "detected": detected,
+    "healthy": healthy,
+    "programs": programs,
     "detection": _of_every_device("detection", detection_tables.everything),
     "gpu": lists_on_gpus,
     "cpu": charts_of_cpus,

@@ -109,7 +109,7 @@ class Program:
 
     name: str
     short: int  # steps in a test
-    steps: int  # in a long run, as docs/diagnosis.md states
+    steps: int  # in a long run, as docs/monitor.md states
     falls: float | None  # the share of its start to which the curve falls in a short run; None if that takes longer
     train: Callable[[Session], Outcome]  # random numbers are seeded before
 

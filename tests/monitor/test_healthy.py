@@ -282,9 +282,7 @@ def test_an_event_that_was_seen_comes_before_what_is_inferred(
     assert not errors
 
 
-def test_the_document_lists_these_trainings_and_counts_these_faults() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "diagnosis.md").read_text()
-    assert "\n" + "; ".join(healthy.name for healthy in HEALTHY) + ".\n" in text
-    assert "\n" + "; ".join(f"{program.name} {program.steps:,}" for program in PROGRAMS) + ".\n" in text
+def test_the_document_counts_these_faults() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "monitor.md").read_text()
     assert f"injects {len(FAULTS)} faults" in text
     assert f"all within {max(fault.further for fault in FAULTS)} steps" in text
