@@ -38,8 +38,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     torch.manual_seed(0)
+    overflows = Overflows()
     model: nn.Module = nn.Sequential(
-        nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * LENGTH, 128), Overflows(), nn.Linear(128, 256)
+        nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * LENGTH, 128), overflows, nn.Linear(128, 256)
     )
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
@@ -56,7 +57,7 @@ def main() -> None:
     handle = install(accelerator, on_anomaly=["warn", "skip", "replay"], replay=forward_and_backward)
     for micro_batch in range(options.steps * MICRO_BATCHES):
         batch = corpus.batch(text, 16, LENGTH + 1, generator, "cpu")
-        model[3].fault = micro_batch == options.steps + 1  # the second micro-batch of a step halfway through
+        overflows.fault = micro_batch == options.steps + 1  # the second micro-batch of a step halfway through
         with accelerator.accumulate(model):
             forward_and_backward()
             if accelerator.sync_gradients:

@@ -34,7 +34,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step
         optimizer.zero_grad()
         loss.backward()
         if step == fault:
-            model[2].weight.grad[17, 42] = math.nan  # type: ignore[index,union-attr]
+            model[2].weight.grad[17, 42] = math.nan  # type: ignore[index]
         optimizer.step()
         if step % 20 == 0:
             print(f"step {step}: loss {loss.item():.3f}")

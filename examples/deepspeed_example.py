@@ -46,7 +46,7 @@ def main() -> None:
     def corrupt(gradient: Tensor) -> Tensor:
         return torch.where(torch.arange(8, device=gradient.device) == 5, torch.nan, gradient) if is_broken else gradient
 
-    model[2].bias.register_hook(corrupt)
+    model[2].get_parameter("bias").register_hook(corrupt)
     for step in range(options.steps):
         inputs = torch.randn(16, 32, device=engine.device)
         loss = (engine(inputs) - inputs[:, :8]).square().mean()
@@ -54,8 +54,9 @@ def main() -> None:
         engine.backward(loss)
         monitor.step(loss)  # and the second, before the engine's step
         engine.step()
-        if is_first and step % 10 == 9:
-            print(f"step {step}: norm {monitor.latest().report.total_norm:.4f}", flush=True)
+        latest = monitor.latest()
+        if is_first and latest is not None and step % 10 == 9:
+            print(f"step {latest.step}: norm {latest.report.total_norm:.4f}", flush=True)
     monitor.flush()
     if is_first:
         print(monitor.diagnose())

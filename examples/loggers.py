@@ -50,7 +50,7 @@ def main() -> None:
             batch = pieces[torch.randint(len(pieces), (32,))]
             if step == 60:
                 with torch.no_grad():
-                    model[2].bias.fill_(-100)  # the fault
+                    model[2].get_parameter("bias").fill_(-100)  # the fault
             loss = nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, -1])
             loss.backward()
             monitor.step(loss)

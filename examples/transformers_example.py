@@ -50,7 +50,8 @@ class Fault:
         if self._trainer.state.global_step != self._step or self._passes % 2:
             return output
         empty = output * 0
-        return empty / empty.norm(dim=-1, keepdim=True)
+        nothing: torch.Tensor = empty.norm(dim=-1, keepdim=True)
+        return empty / nothing
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def read(folder: Path, limit: int = 4_000_000) -> Tensor:
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
-def batch(corpus: Tensor, count: int, length: int, generator: torch.Generator, device: torch.device) -> Tensor:
+def batch(corpus: Tensor, count: int, length: int, generator: torch.Generator, device: torch.device | str) -> Tensor:
     """``[count, length]`` int64 samples from random positions of the corpus."""
     starts = torch.randint(len(corpus) - length, (count,), generator=generator)
     return torch.stack([corpus[i : i + length] for i in starts.tolist()]).long().to(device)
