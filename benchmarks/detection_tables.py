@@ -144,7 +144,7 @@ def healthy(rows: Sequence[Row]) -> str:
             ]
         slower = [f"{by[tool]['time ratio'].value:.2f}" for by in of_time.values() if tool in by]
         lines.append([tool, *cells, ", ".join(slower) or "-"])
-    header = ["findings in healthy steps", *by_case, ", ".join(["step to that without", *of_time])]
+    header = ["findings in healthy steps", *by_case, f"step time with / without: {', '.join(of_time)}"]
     text = f"\nDiverged and not counted: {'; '.join(diverged)}.\n" if diverged else ""
     return tables.grid(header, lines) + text
 
