@@ -20,9 +20,11 @@ import tables
 from helpers.training import HEALTHY
 from training_programs import PROGRAMS
 
+from gradstat.lowprecision.formats import FORMATS
+
 ROOT = Path(__file__).resolve().parent.parent
 ALTERNATIVES = ("Lightning steps", "Trainer steps", "Weights & Biases steps")
-_PAGES = ("alternatives", "detection", "golden", "monitor", "performance", "numerics", "stepping")
+_PAGES = ("alternatives", "detection", "golden", "low-precision", "monitor", "performance", "numerics", "stepping")
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
 NORMS = ("gradstat native", "gradstat CUDA kernels, on the CPU", "gradstat clip's norm", "torch._foreach_norm")
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
@@ -72,6 +74,24 @@ def programs(folder: Path) -> str:
     return "\n" + "; ".join(f"{program.name} {program.steps:,}" for program in PROGRAMS) + ".\n"
 
 
+def formats(folder: Path) -> str:
+    """For docs/low-precision.md: the formats, their blocks and the rules of their scales."""
+    rules = {
+        "float32": "amax / {largest:,.0f}, float32",
+        "floor": "2^(floor(log2 amax) \N{MINUS SIGN} {exponent}), E8M0",
+        "ceil": "least power of two not below amax / {largest:,.0f}, E8M0",
+        "two-level": "amax / {largest:,.0f} as E4M3, in units of the tensor's amax / 2,688, float32",
+    }
+    lines = []
+    for format in FORMATS.values():
+        element, side = format.element, format.weight_block
+        elements = f"{element.name}, at most {element.largest:,.0f}"
+        scale = rules[format.rule].format(largest=element.largest, exponent=element.greatest_exponent)
+        block = str(format.block or "the tensor") + f"; weights {side} x {side}" * bool(side)
+        lines.append([f"`{format.name}`", elements, block, scale, format.source])
+    return "\n" + tables.grid(["name", "elements", "block", "scale", "source"], lines, text_columns=5)
+
+
 def norm_errors(measured: Sequence[rows.Row]) -> str:
     """For docs/numerics.md: the errors of the kernels and clips that most trainings use."""
     return tables.norm_errors([row for row in measured if row.provider in NORMS])
@@ -100,6 +120,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "alternatives": alternatives,
     "summary": summary,
     "detected": detected,
+    "formats": formats,
     "healthy": healthy,
     "programs": programs,
     "detection": _of_every_device("detection", detection_tables.everything),
