@@ -34,7 +34,7 @@ class Overflows(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--output", type=Path, default=Path("auto_example.gradstat"))
     options = parser.parse_args()

@@ -65,7 +65,7 @@ def train(seed: int, mistake: str = "none", steps: int = 60) -> Recording:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mistake", choices=MISTAKES, default="undivided", help="default: %(default)s")
     options = parser.parse_args()
     Golden.of(train(seed) for seed in range(5)).save("golden.gradstat")

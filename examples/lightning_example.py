@@ -63,7 +63,7 @@ def data(steps: int) -> tuple[DataLoader[Any], int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--folder", default="example-output", help="where the log goes")
     options = parser.parse_args()

@@ -26,7 +26,7 @@ CONTEXT = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--folder", type=Path, default=Path("example-output"))
     options = parser.parse_args()

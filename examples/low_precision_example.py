@@ -20,7 +20,7 @@ from gradstat.demo.model import GPT, TINY
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -55,7 +55,7 @@ class Fault:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def main() -> None:
         )
         trainer = Trainer(model, arguments, train_dataset=Texts(64))
         handle = install(trainer, on_anomaly=["warn", "skip", "replay"])
-        Fault(model.transformer.h[1].mlp, trainer, step=options.steps // 2)
+        Fault(model.get_submodule("transformer.h.1.mlp"), trainer, step=options.steps // 2)
         trainer.train()
         print(handle.monitor.diagnose())
         handle.remove()
