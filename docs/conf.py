@@ -18,6 +18,7 @@ version = release = __version__
 
 extensions = [
     "sphinx.ext.autodoc",  # the signatures and docstrings that pages of docs/api ask for
+    "sphinx.ext.autosummary",  # the first lines of these docstrings, in a table
     "myst_nb",  # the pages, which are Markdown that reads well as it is, and the notebook with its outputs
     "sphinx_copybutton",
 ]
@@ -32,6 +33,7 @@ default_role = "any"  # single backticks in docstrings are links, with a warning
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {"Array": "Array"}  # of properties, which `as_written` does not see
+autosummary_generate = False
 python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 

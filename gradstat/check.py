@@ -96,7 +96,7 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
 
 @never_traced
 def check_async(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> PendingReport:
-    """`check` without the sync: launches the kernel and returns a pending report.
+    """`gradstat.check` without the sync: launches the kernel and returns a pending report.
 
     The gradients may be changed or freed as soon as this returns, on the same stream. ``target``, ``backend``,
     ``extra_groups`` and the errors are as for `check`.
@@ -135,7 +135,7 @@ def report_of(labels: Labels, scale: float | None, rows: HostRows, refused: tupl
 
 @never_traced
 def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, backend: str | None = None) -> Report:
-    """The same report as `check`, on any tensors: activations, a batch, weights, losses. Needs the same one sync.
+    """The same report as `gradstat.check`, on any tensors: activations, a batch, weights, losses. Needs the same one sync.
 
     For a distributed tensor it covers this rank's shard only, so ranks need not call this together.
 

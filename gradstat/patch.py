@@ -28,7 +28,7 @@ _layers: weakref.WeakSet[Layer] = weakref.WeakSet()  # each is alive as long as 
 
 @final
 class TorchPatch:
-    """The replacements made by `patch_torch`: undone by `remove`, or at the end of a ``with`` block."""
+    """The replacements made by `patch_torch`: undone by ``remove()``, or at the end of a ``with`` block."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self._layers = layers

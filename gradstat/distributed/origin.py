@@ -128,7 +128,7 @@ class _Seen(NamedTuple):
 
 @final
 class OriginTracker:
-    """The measurements of local gradients since the last `result`: tables on the device, one row per gradient.
+    """The measurements of local gradients since the last ``result()``: tables on the device, one row per gradient.
 
     Returned by `track_origin`. Micro-batches count from 0, one per reduction, or with ``per_micro_batch`` one per
     ``backward()``. Call `result` once a step. Until then only rows are kept, and no gradient.

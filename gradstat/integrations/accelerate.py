@@ -79,7 +79,7 @@ def install(
 
 
 class AccelerateHandle(Handle):
-    """What `install` returns. A context manager; leaving it calls `remove`."""
+    """What ``install()`` returns. A context manager; leaving it calls ``remove()``."""
 
     source = "accelerator"
 

@@ -77,7 +77,7 @@ def install(
 
 
 class GradstatCallback(AccelerateHandle, TrainerCallback):
-    """What `install` returns, and adds to the Trainer's callbacks. A context manager; leaving it calls `remove`.
+    """What ``install()`` returns, and adds to the Trainer's callbacks. A context manager; leaving it calls ``remove()``.
 
     Attributes:
         trainer: The Trainer.

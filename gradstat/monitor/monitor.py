@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Monitor(Results):
-    """Watches a training run: call `step` once per step, after ``backward()`` and before clipping. ::
+    """Watches a training run: call ``step()`` once per step, after ``backward()``, before clipping. ::
 
         monitor = gradstat.Monitor(model, optimizer)
         for inputs, targets in batches:

@@ -47,7 +47,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `compare`.
+    """The result of `gradstat.recording.compare`.
 
     Attributes:
         tolerance: Relative differences up to it do not matter.

@@ -50,7 +50,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
 
 
 def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
-    """Reads what `save` wrote, bit for bit.
+    """Reads what `gradstat.recording.save` wrote, bit for bit.
 
     The file may be untrusted: nothing in it is executed, and sizes are checked before memory is allocated.
 

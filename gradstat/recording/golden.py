@@ -278,7 +278,7 @@ class Golden:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Golden:
-        """Reads what `save` wrote. The file may be untrusted, as that of a recording.
+        """Reads what `gradstat.recording.save` wrote. The file may be untrusted, as that of a recording.
 
         Args:
             path: The file.
