@@ -34,13 +34,13 @@ class Remedy(str):
 
 def replay(does: str, otherwise: str = "") -> Remedy:
     """The remedy to replay the step, which ``does`` something."""
-    text = f"on_anomaly='replay', replay=step_fn (arguments of the monitor) {does}"
-    return Remedy(text, "replay", f"on_anomaly='replay' {does}", otherwise)
+    text = f"make the monitor with on_anomaly='replay', replay=step_fn: it runs such a step again and {does}"
+    return Remedy(text, "replay", f"pass on_anomaly='replay': it runs such a step again and {does}", otherwise)
 
 
 FIRST_MODULE = "watch={'activations': 1} names the first module whose output is not finite"
 SKIP = Remedy("skip such steps: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step", "skip")
-CLIP = Remedy("clip gradients", "clip")
+CLIP = Remedy("clip gradients, with gradstat.clip_grad_norm_ for example", "clip")
 
 
 def fitted(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-ROUNDED_AVERAGE = "what an average with a decay near 1 adds in a step is below the precision of 16 bits"
-IN_FLOAT32 = "keep averages of weights in float32, also where the weights are not"
+ROUNDED_AVERAGE = "an average in 16 bits with a decay near 1: each update is below the precision of the average"
+IN_FLOAT32 = "keep averages of weights in float32, even if the weights are in 16 bits"
 # Of its elements at least the first share is far from the weights, and of these more than the second have not changed.
 # In trainings with averages the second is 0.08 at most with decays of which nothing rounds away (0.9 in bfloat16, 0.99
 # in float16), and 0.5 to 1 with a decay of 0.999 and more.
@@ -40,6 +40,6 @@ def standing_still(looks: Sequence[Average], steps: int) -> list[Average]:
 def in_words(still: Sequence[Average]) -> str:
     """What is said of averages that stand still."""
     name, steps, _, _, share = still[0]
-    text = f"{name}, an average of weights in 16 bits, stands still: of its elements that are far from the weights "
-    text += f"{share:.0%} have not changed in {steps} steps"
-    return text + f"; {len(still) - 1} more stand still" * (len(still) > 1)
+    text = f"{name}, an average of weights in 16 bits, does not follow them: of its elements that are far from the "
+    text += f"weights, {share:.0%} have not changed in {steps} steps"
+    return text + f"; the same holds for {len(still) - 1} more" * (len(still) > 1)

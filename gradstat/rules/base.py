@@ -23,9 +23,9 @@ Band = tuple[float, float]
 """A closed interval of a scalar; a step outside of it is reviewed at once."""
 
 # Causes of a loss that is negative, for the rules on losses.
-WRONG_SIGN = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
+WRONG_SIGN = ("a loss with the wrong sign, so that training maximises it", "a reward or a score used as the loss")
 # Causes of a level that changes and stays, for the rules on losses and norms.
-CHANGED = ("a change of data or labels, of loss weights or of the model's mode (train or eval) at this step",)
+CHANGED = ("a change at this step: of the data, the labels, the loss weights or the mode (train or eval)",)
 
 
 class _Carried(NamedTuple):
@@ -38,7 +38,7 @@ def carried(initial: _T) -> _T:
 
 
 class Rule:
-    """Reviews new steps and reports problems. A subclass sets the attributes and implements `review`.
+    """Base class of rules, which review new steps and report problems. A subclass implements `review`.
 
     Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing. A step in which a scalar
     leaves the rule's `bands`, or in which something is not finite, is reviewed at once.
@@ -47,11 +47,12 @@ class Rule:
         name: Its name in findings.
         severity: Severity of its findings, unless a finding has its own.
         causes, advice: Default causes and advice of its findings, the most important first.
-        quiet: After this many steps without it, the same problem is reported again.
-        explained_by: Names of rules whose findings explain its own: after one of these it is not asked any more.
-        explains: Names of rules that infer from numbers what its own findings, events that were seen, bring about. A
-            warning of these within 100 steps of its own is an info that says what it follows from.
-        judges_end: Whether it also judges what the last step has made of the parameters, when the run has ended.
+        quiet: The number of steps without a problem after which the same problem is reported again.
+        explained_by: Names of rules whose findings explain this rule's. Once one of them has a finding, this rule is
+            not run any more.
+        explains: Names of rules whose warnings a finding of this rule explains. Within the next 100 steps, such a
+            warning becomes an info that names this finding as its cause.
+        judges_end: Whether the rule also reviews the parameters after the last step, when the run has ended.
     """
 
     name: ClassVar[str] = ""
@@ -109,7 +110,7 @@ class Rule:
 
         Args:
             step: The step in which it began.
-            name: What it is about: a parameter, a module or a series.
+            name: The parameter, module or series that the finding is about.
             text: What was found, in one sentence.
             about: The kind of ``name``, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
             severity, causes, advice: None takes those of the rule.

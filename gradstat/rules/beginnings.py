@@ -14,34 +14,34 @@ from gradstat.rules.rows import Floats, Rows, Window
 
 
 class HeavyDropout(Rule):
-    """A dropout leaves a tenth of what it gets, or less."""
+    """A dropout layer that keeps at most a tenth of its input."""
 
     name = "heavy-dropout"
     explains = ("no-learning", "unrelated-outputs")
-    causes = ("the probability to keep an element, given as that to drop it",)
-    advice = ("make p= of Dropout the share of elements that become zero",)
+    causes = ("the probability of keeping an element, passed as p=, which is the probability of dropping it",)
+    advice = ("pass Dropout(p=) the share of elements that become zero: 0.1 keeps 90 %",)
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("dropped", []):
             if seen.value and not self._episodes:
                 name, step = seen.value[0] or "model", 0 if seen.step <= SOON else seen.step
                 self.begins(name, step)
-                text = f"the dropout of {seen.value[0] or 'the model'} leaves a tenth or less"
-                text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
+                text = f"the dropout of {seen.value[0] or 'the model'} keeps a tenth of its input or less"
+                text += f"; the same holds for {len(seen.value) - 1} more" * (len(seen.value) > 1)
                 yield self.found(step, name, text, "module", modules=seen.value[:20])
 
 
 class IdleBatchNorm(RowsRule):
-    """Batch norms that are trained, and whose running statistics are still 0 and 1 after fifty steps.
+    """Batch norms that are trained in eval mode: their running statistics are still 0 and 1 after fifty steps.
 
-    In eval mode they normalise by these numbers, which say nothing of the data, and not by the batch.
+    They then normalise by these initial values, not by the batch.
     """
 
     name = "idle-batch-norm"
     kinds = ("buffer",)
     explains = ("no-learning", "unrelated-outputs")
-    causes = ("model.eval() was called, and not model.train() before the first step", "a momentum of 0")
-    advice = ("call model.train() before the training, and after each evaluation",)
+    causes = ("model.eval() was called, and model.train() was not called after it", "a batch norm with momentum=0")
+    advice = ("call model.train() before training, and after each evaluation",)
 
     _LOOK = 50  # the first step in which buffers are measured again
 
@@ -60,8 +60,8 @@ class IdleBatchNorm(RowsRule):
         has_gradient = gradients.of((*named,)).l2_norm[-1] > 0
         idle = [layer for layer, is_trained in zip(named.values(), has_gradient, strict=True) if is_trained]
         if idle:
-            text = f"the running statistics of {idle[0]} are still 0 and 1 after {step} steps: it is in eval mode"
-            text += f", and so are {len(idle) - 1} more" * (len(idle) > 1)
+            text = f"the batch norm {idle[0]} is trained in eval mode: its running mean and variance are still 0 and 1 "
+            text += f"after {step} steps" + f"; the same holds for {len(idle) - 1} more" * (len(idle) > 1)
             yield self.found(0, idle[0], text, "module", modules=idle[:20])
 
 
@@ -81,12 +81,12 @@ def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:
 
 
 class ConstantWeights(LearningRule):
-    """All elements of each weight are equal in the first step."""
+    """Weights of which each has equal elements in the first step, so that all units learn the same."""
 
     name = "constant-weights"
     explains = ("dead-gradient", "no-learning", "unrelated-outputs")
-    causes = ("an initialisation that is constant or zero, or was never called",)
-    advice = ("draw weights at random, as reset_parameters() of torch's modules does",)
+    causes = ("an initialisation that fills weights with a constant or zero, or was never called",)
+    advice = ("initialise weights at random, as reset_parameters() of torch's modules does",)
 
     def judge(self, window: Window) -> Iterable[Finding]:
         parameters = window.measured.get("parameter")
@@ -97,17 +97,17 @@ class ConstantWeights(LearningRule):
         # Also those of one column, which may be gains: then matrices are left that vary.
         if len(judged) > 1 and are_constant[judged].all() and are_constant[parameters.tensors.matrices].all():
             name = parameters.names[judged[0]]
-            text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
-            text += "begin alike stay alike"
+            text = f"all elements of {name} are equal at the start, and the same holds for every other weight: the "
+            text += "units of a layer stay copies of each other"
             yield from self._told(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
 
 
 class TinyWeights(LearningRule):
-    """Most weights begin far too small, and the loss has not fallen in the first steps."""
+    """Most weights are initialised far too small, and the loss has not fallen in the first 48 steps."""
 
     name = "tiny-weights"
     causes = ("an initialisation with a factor or a standard deviation far too small",)
-    advice = ("let a weight begin with a standard deviation of about 1 over the root of its number of inputs",)
+    advice = ("initialise each weight with a standard deviation of about 1 / sqrt(number of inputs)",)
 
     # Of the median size; that of the healthy programs of the tests is 0.05 or more.
     _SMALL = 0.02
@@ -125,8 +125,9 @@ class TinyWeights(LearningRule):
             # A loss may also begin at 0, and rise.
             is_flat = now > CHANCE * self._chance > 0.01 * now
             if is_flat and self._size < self._SMALL and not window.run.has_rival:
-                text = f"the median weight begins {self._size:.2g} times as large as keeps signals their size"
-                text += f", and the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
+                text = f"half of the weights begin with at most {self._size:.2g} times the standard deviation that "
+                text += f"preserves the scale of activations; the loss is {now:.4g} after {self._count} steps and "
+                text += f"began at {self._first[0]:.4g}"
                 yield from self._told(0, self._weight, text, "parameter", size=self._size)
             return
 
@@ -161,16 +162,16 @@ class _FirstLosses(LearningRule):
 
 
 class FarBeginning(_FirstLosses):
-    """The loss of a classifier begins far above that of guessing, and outputs or weights are too large as well."""
+    """A classifier whose first loss is far above that of guessing, with outputs or weights that are too large."""
 
     name = "far-beginning"
     causes = (
-        "inputs that are not normalised, or logits or weights with a factor too many",
+        "inputs that are not normalised, or logits that are multiplied by a large factor",
         "weights initialised far too large",
     )
     advice = (
-        "normalise inputs, and take factors away from logits and weights",
-        "let a weight begin with a standard deviation of about 1 over the root of its number of inputs",
+        "normalise the inputs, and remove factors on logits and weights",
+        "initialise each weight with a standard deviation of about 1 / sqrt(number of inputs)",
     )
 
     # Times the loss of guessing: healthy classifiers of the tests begin between 0.9 and 1.8, but for other terms.
@@ -189,13 +190,13 @@ class FarBeginning(_FirstLosses):
     def _begun(self, first: float, each: float) -> Iterator[Finding]:
         usual, share = math.log(self._classes), 0.0 if math.isnan(self._certain) else self._certain
         if each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
-            text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
-            text += f"; {share:.0%} of the predictions are certain" * (share > self._CERTAIN)
+            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
+            text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
             yield from self._told(0, "loss", text, loss=first, chance=usual, share=share)
 
 
 class DivergingStart(_FirstLosses):
-    """The loss of a classifier begins well, and rises to several times of that in the first steps."""
+    """A classifier whose loss begins near that of guessing and rises to five times that in the first 16 steps."""
 
     name = "diverging-start"
     causes = RATES
@@ -207,5 +208,5 @@ class DivergingStart(_FirstLosses):
     def _begun(self, first: float, each: float) -> Iterator[Finding]:
         soon = median(np.abs(self._first))
         if each < 2 * math.log(self._classes) and soon > self._RISEN * max(first, self._chance):
-            text = f"within {SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
+            text = f"the loss began at {first:.4g}, and its median over the first {SOON} steps is {soon:.4g}"
             yield from self._told(0, "lr", text, loss=soon, first=first)

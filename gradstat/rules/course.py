@@ -27,9 +27,9 @@ _CANCELS = 3e-4
 # the tests they shrink to 0.97 at most, but for a critic's in a GAN, and grow to 49 where the loss falls.
 SHRUNK, GROWN = 0.3, 3.0
 
-RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
+RATES = ("a learning rate far too high", "no warm-up and no gradient clipping, so that early updates were too large")
 LOWER = "lower the learning rate, by a factor of ten at first, and warm it up"
-LOOK = "look at a batch, and at its labels, right before the model"
+LOOK = "inspect a batch and its labels right before they enter the model"
 
 
 class LearningRule(Rule):

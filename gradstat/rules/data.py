@@ -113,16 +113,16 @@ _SHARE, _MEASUREMENTS, _ALL_THE_SAME = 0.9, 3, 2
 class ConstantFeature(LastingRule):
     """Features that are the same in every sample of a batch.
 
-    Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
-    are. A tensor of a single value never counts: it is a mask or the like. Nor do samples that are all the same in one
-    input of the model while they vary in another: they may be places, as those of a grid. Integers, such as tokens,
-    only count if the samples are the same in all inputs, since those of positions and masks may be.
+    Most features of sparse inputs are constant, so a tensor that is mostly zeros is reported only if all its features
+    are constant. A tensor of a single value is never reported: it is a mask or the like. Nor is an input whose samples
+    are all the same while another input varies: it may hold the positions of a grid. Integers, such as tokens, are
+    reported only if the samples are the same in all inputs, since positions and masks may be.
     """
 
     name = "constant-feature"
     kinds = ("constant",)
-    causes = ("columns that were filled with a default, or lost in preprocessing", "one sample repeated many times")
-    advice = ("look at these features in the data loader's output", "leave constant columns out")
+    causes = ("columns filled with a default value, or lost in preprocessing", "one sample repeated many times")
+    advice = ("print these features of a batch from the data loader", "remove constant columns")
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         of_model = np.array([name.startswith("input") for name in rows.names])
@@ -134,9 +134,11 @@ class ConstantFeature(LastingRule):
         for row, fresh, _, since in self.lasting(rows, is_constant, needed):
             for i in fresh:
                 name, share = rows.names[i], float(rows.mean[row, i])
-                what = "all samples" if share == 1 else f"{share:.0%} of the features of all samples"
+                text = f"all samples of a batch are the same in {name}"
+                if share < 1:
+                    text = f"{share:.0%} of the features of {name} are the same in all samples of a batch"
                 about = name.partition("[")[0].partition(".")[0]
-                yield self.found(since[i], name, f"{what} of a batch are the same in {name}", about, share=share)
+                yield self.found(since[i], name, text, about, share=share)
 
 
 def _is_by_nature(window: Window, step: int, name: str, share: float) -> bool:
@@ -150,15 +152,18 @@ def _is_by_nature(window: Window, step: int, name: str, share: float) -> bool:
 
 
 class LabelRange(Rule):
-    """Integer labels that are not among the classes."""
+    """Integer labels outside of the range of the classes."""
 
     name = "label-out-of-range"
     severity = "error"
     causes = (
         "labels that count from 1, or a number of classes that is too small",
-        "a padding value other than the loss's ignore_index",
+        "a padding label other than the loss's ignore_index",
     )
-    advice = ("compare labels with the number of outputs before training", "pass the right ignore_index to the loss")
+    advice = (
+        "compare labels.min() and labels.max() with the number of outputs",
+        "pass the padding label to the loss as ignore_index=",
+    )
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("label", []):
@@ -187,20 +192,23 @@ _CHANGING = 0.6
 
 
 class RepeatedBatch(_RankRule):
-    """The same batch in every step, in place of new ones; or on all ranks, which needs ``watch={"rank_batches": n}``.
+    """The same batch in every step, after other ones; or on several ranks, which needs ``watch={"rank_batches": n}``.
 
-    Two batches are the same if the sums of all their inputs are equal. Tokens are not measured. Without other inputs,
-    batches are the same if equally many rows of gradients are zero: an embedding has such rows for tokens that are not
-    in the batch. The smallest number so far does not count, as a batch may contain all tokens. A training that begins
-    with repeated batches is not reported, since all its data may be in one batch.
+    Two batches are the same if the sums of all their inputs are equal. Tokens are not measured: without other inputs,
+    batches are the same if equally many rows of gradients are zero, since an embedding has a row of zeros for each
+    token that is not in the batch. The smallest number so far does not count, as a batch may contain all tokens. A
+    training that begins with repeated batches is not reported, since all its data may be in one batch.
 
     Args:
-        in_a_row: Number of steps.
+        in_a_row: The number of steps with the same batch after which it is reported.
     """
 
     name = "repeated-batch"
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
-    advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
+    advice = (
+        "pass DistributedSampler(dataset) to the DataLoader",
+        "seed the generators of random data differently on each rank",
+    )
 
     # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
     _last, _least = carried(dict[str, float]()), carried(dict[str, float]())
@@ -219,12 +227,14 @@ class RepeatedBatch(_RankRule):
             rows = window.measured.get(kind)
             if rows is not None and self._repeats(rows, kind) and self.begins("repeats", rows.steps[-1]):
                 steps, name = int(self._same_for[kind]), rows.names[0]
-                text = f"{name} has been exactly the same for {steps} steps, and changed before"
+                text = f"{name} has been exactly the same for {steps} steps; before, it changed from step to step"
                 if kind == "gradient":
                     columns, counts = _zero_rows(rows)
                     name = rows.names[columns[int((counts[-1] > 0).argmax())]]
-                    text = f"the gradient of {name} has had zeros in the same number of rows for {steps} steps, which "
-                    text += "changed before: batches have the same tokens"
+                    text = (
+                        f"the gradient of {name} has had the same number of rows of zeros for {steps} steps; before, "
+                    )
+                    text += "that number changed from step to step: the batches seem to have the same tokens"
                 began = max(0, int(rows.steps[-1]) - steps)
                 yield self.found(began, name, text, kind, "warning", _STUCK, _LOOK, steps=steps)
 
@@ -265,29 +275,29 @@ def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
 
 
 _STUCK = (
-    "next(iter(loader)) in each step, an iterator or a cache that no longer moves on, or an index that stays the same",
+    "next(iter(loader)) in every step, an iterator or cache that no longer advances, or an index that stays the same",
     "inputs that are replaced by constants",
 )
-_LOOK = ("compare the samples of two steps, right before the model",)
+_LOOK = ("print the inputs of two steps, right before the model, and compare them",)
 
 
 # Steps without a reduction.
 _UNREDUCED = 16
-_NO_SYNC = "DistributedDataParallel.no_sync() is left on, or its require_backward_grad_sync is False"
+_NO_SYNC = "every backward pass runs under DistributedDataParallel.no_sync(), or require_backward_grad_sync is False"
 
 
 class UnreducedGradients(Rule):
-    """Steps under DDP whose gradients were not averaged over ranks, since the reducer of DDP never ran."""
+    """Steps under DDP without the all-reduce of gradients, since DDP's reducer never ran."""
 
     name = "unreduced-gradients"
     severity = "error"
     causes = (
-        "the module inside of DistributedDataParallel is called, so that the wrapper's own forward pass does not run",
+        "the program calls the module inside of DistributedDataParallel, so the wrapper's forward pass does not run",
         _NO_SYNC,
-        "gradients of torch.autograd.grad, which the reducer does not hear of",
-        "gradients that are averaged by hand on purpose: then leave this rule out of rules=",
+        "gradients computed by torch.autograd.grad, which does not trigger DDP's reducer",
+        "gradients that the program averages over ranks itself: then leave this rule out of rules=",
     )
-    advice = ("call the DDP model itself, then loss.backward()", "broadcast the parameters of one rank before going on")
+    advice = ("call the DDP model itself, then loss.backward()", "broadcast the parameters of one rank to the others")
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("unreduced", []):
@@ -295,23 +305,23 @@ class UnreducedGradients(Rule):
             steps = seen.step - since
             if steps >= _UNREDUCED and self.begins("", seen.step):
                 causes = self.led_by(_NO_SYNC) if is_no_sync else None
-                text = f"DDP has reduced no gradient in the last {steps} steps: each rank trains a model of its own"
+                text = f"DDP has not all-reduced any gradient for {steps} steps, so each rank trains a model of its own"
                 yield self.found(since, "gradients", text, causes=causes, steps=steps)
 
 
 class ReplicaMismatch(_RankRule):
-    """Replicas whose parameters differ; needs ``watch={"replicas": n}``."""
+    """Parameters that differ between replicas; needs ``watch={"replicas": n}``."""
 
     name = "replica-mismatch"
     explained_by = ("unreduced-gradients",)
     causes = (
-        "a rank that skipped or took a step alone, by a decision on the host that the other ranks did not make",
-        "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
+        "a rank that skipped a step which the others took, or took one that they skipped",
+        "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks only",
         "memory that was overwritten on one rank",
     )
     advice = (
-        "broadcast parameters from a correct rank, or load a checkpoint",
-        "decide on skips with all-reduced values",
+        "broadcast the parameters of a correct rank, or load a checkpoint on all ranks",
+        "decide whether to skip a step by values that were all-reduced",
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -320,12 +330,14 @@ class ReplicaMismatch(_RankRule):
 
 
 class NonfiniteRank(_RankRule):
-    """The rank that brought NaN or Inf into reduced gradients; needs ``watch={"origin": 1}``."""
+    """The rank whose NaN or Inf the all-reduce spread to all gradients; needs ``watch={"origin": 1}``."""
 
     name = "nonfinite-rank"
     quiet = 1
-    causes = ("a damaged batch or faulty memory on that rank: gradients of others were finite before the reduction",)
-    advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
+    causes = (
+        "a damaged batch or faulty memory on that rank: gradients of the others were finite before the all-reduce",
+    )
+    advice = ("inspect that rank's batch and log", "if it is always the same rank, suspect its hardware")
 
     def review(self, window: Window) -> Iterable[Finding]:
         run = window.run

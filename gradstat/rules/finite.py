@@ -51,15 +51,18 @@ def _described(counted: dict[str, Any]) -> str:
 class NonfiniteBatch(Rule):
     """NaN or Inf in a batch that was passed to ``monitor.check_batch``, or in what the model was called with.
 
-    Models may take masks of -Inf, and programs handle NaN themselves, which may mark missing labels. So it is an error
-    only if loss or gradients of the step are not finite either. NaN in another is an info, and then left alone.
+    Masks may hold -Inf, and a program may mark missing labels with NaN. So it is an error only if the loss or the
+    gradients of the step are not finite either. Otherwise NaN is reported once, as an info.
     """
 
     name = "nonfinite-batch"
     severity = "error"
     quiet = 1
-    causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
-    advice = ("find the sample: the index of the first is in the evidence", "filter such samples in the data loader")
+    causes = ("missing values in the data, or a division by a standard deviation of 0", "a damaged file")
+    advice = (
+        "find the sample: evidence['first'] is the index of the first NaN or Inf in the batch",
+        "drop or repair such samples in the data loader",
+    )
     advice_without_index = ("find the micro-batch with gradstat.MicroBatches", advice[1])
 
     _handled = carried(dict[str, int]())  # inputs that were not finite in healthy steps, and when first
@@ -74,7 +77,7 @@ class NonfiniteBatch(Rule):
                     text = f"{name} has {_described(counted)}"
                     if is_harmless:
                         self._handled[name] = step
-                        text += "; loss and gradients are finite, so the program handles it"
+                        text += "; the loss and the gradients of this step are finite, so the program handles it"
                         if not counted["nan_count"]:
                             continue
                     if self.begins(name, step):
@@ -100,7 +103,7 @@ def _is_measured(window: Window, kind: str, step: int) -> bool:
     return rows is not None and step in rows.steps
 
 
-_CLIP = "clipping before gradients were measured: one NaN makes the norm NaN, which multiplies all gradients"
+_CLIP = "a clip before gradients were measured: one NaN makes the total norm NaN, and the clip spreads it to all"
 
 
 # So many steps in a row are no occasional overflows: a scale of 2**24 that is halved each time is 1 after 24.
@@ -108,9 +111,9 @@ _OVERFLOWS = 50
 
 
 class NonfiniteGradient(Rule):
-    """NaN or Inf in a gradient; names the parameter whose gradient was the first not to be finite in the backward pass.
+    """NaN or Inf in a gradient; the finding names the first such gradient in the order of the backward pass.
 
-    With a loss scaler, occasional overflows are expected, so a step that is not finite is only an info.
+    With a loss scaler, occasional overflows are expected, so such a step is only an info.
     """
 
     name = "nonfinite-gradient"
@@ -118,8 +121,8 @@ class NonfiniteGradient(Rule):
     quiet = 1
     causes = (
         "an operation whose derivative is not finite: sqrt or norm at 0, log or division near 0, pow",
-        "an overflow in the forward pass that reached the loss: exp, float16 beyond 65,504",
-        "a batch, a weight or a saved activation that is not finite",
+        "an overflow in the forward pass: exp of a large number, or float16 beyond 65,504",
+        "NaN or Inf in the batch, in a weight or in an activation saved for the backward pass",
         "a learning rate so high that the last updates were far too large",
     )
     advice = (
@@ -135,9 +138,9 @@ class NonfiniteGradient(Rule):
             if not self.begins("", step):
                 self._in_a_row += 1
                 if self._in_a_row == _OVERFLOWS and window.run.is_scaled:
-                    text = f"gradients have not been finite for {_OVERFLOWS} steps, so that the loss scaler skips each"
-                    why = ("a loss scale that is fixed, or that comes down too slowly", *self.causes)
-                    remedy = ("use gradstat.amp.GradScaler with its defaults, and call update() in each step",)
+                    text = f"gradients had NaN or Inf in {_OVERFLOWS} steps in a row; the loss scaler skipped them all"
+                    why = ("a loss scale that is fixed, or that falls too slowly", *self.causes)
+                    remedy = ("use gradstat.amp.GradScaler with its defaults, and call update() in every step",)
                     yield self.found(step + 1 - _OVERFLOWS, "gradients", text, causes=why, advice=remedy)
                 continue
             self._in_a_row = 1
@@ -156,7 +159,7 @@ class NonfiniteGradient(Rule):
             advice: tuple[str, ...] = self.advice
             if window.run.origin_is_unknown:
                 advice = (
-                    'DDP\'s reduction spreads it to all ranks; watch={"origin": 1} names the rank that produced it',
+                    'watch={"origin": 1} names the rank that produced it; DDP\'s all-reduce spreads it to every rank',
                     *advice,
                 )
             is_whole = len(nonfinite) == len(rows.names) > 1
@@ -176,37 +179,37 @@ class NonfiniteGradient(Rule):
         if (scalars.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
             at <= step for _, _, at, _ in _nonfinite_rows(window, "parameter")
         ):
-            return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
+            return "", ("a loss or a parameter that is not finite, which has a finding of its own", *causes), advice
         if inputs := _nonfinite_inputs(window, step):
             return "", (f"{inputs[0]} is not finite", *causes), advice
         by_hand = window.run.is_stepped_by_user
         if by_hand:
             causes = (_CLIP, *causes)
-            advice = ("call monitor.step() before clip_grad_norm_, to see which gradient was NaN first", *advice)
+            advice = ("call monitor.step() before clip_grad_norm_: it then names the gradient that was NaN", *advice)
         else:
             causes = (*causes, _CLIP)  # gradstat runs before the clips that it knows
         if np.isfinite(scalars.get("loss", np.empty(0))).any():
-            return "; every element is NaN" + ", as after clipping if one was NaN before" * by_hand, causes, advice
+            return "; every element is NaN" + ", as after a clip by a NaN norm" * by_hand, causes, advice
         causes = ("a loss that was NaN, because of the batch or of an operation in the forward pass", *causes)
         how = "monitor.step(loss)" if by_hand else "a Monitor's step(loss)"
-        advice = (f"check whether the loss of that step was NaN, and its batch; {how} reports a NaN loss", *advice)
+        advice = (f"check the loss and the batch of that step; {how} reports a NaN loss", *advice)
         return "; every element is NaN, as after the backward pass of a NaN loss", causes, advice
 
 
 class NonfiniteLoss(Rule):
-    """A loss that is NaN or Inf; in three steps in a row, training will not recover, and that is told as well."""
+    """A loss that is NaN or Inf. Three such steps in a row are reported once more: training will not recover."""
 
     name = "nonfinite-loss"
     severity = "error"
     quiet = 1
     causes = (
-        "log of 0, division by 0 or an overflow in the loss or in the model before it",
+        "log of 0, division by 0 or an overflow, in the loss or in the model",
         "a batch with NaN or Inf, or one in which everything is masked out, so that a mean is 0 / 0",
         "parameters that have not been finite since an earlier step",
     )
     advice = (
         replay("names the operation that produced it", otherwise=FIRST_MODULE),
-        "for a log of a softmax or sigmoid by hand, cross_entropy or binary_cross_entropy_with_logits, on the logits",
+        "replace a log of softmax or sigmoid by cross_entropy or binary_cross_entropy_with_logits, on the logits",
         SKIP,
     )
 
@@ -241,9 +244,9 @@ class NonfiniteLoss(Rule):
 _LOST = 3
 _LOST_CAUSES = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
 _LOST_ADVICE = (
-    "stop and go back to a checkpoint from before the first of these steps",
-    "lower the learning rate, or skip the batches",
-    Remedy("prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite", "skip"),
+    "stop the run and load a checkpoint from before these steps",
+    "lower the learning rate, or skip the batches of these steps",
+    Remedy("next time, on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite", "skip"),
 )
 
 
@@ -283,42 +286,43 @@ class _NonfiniteTensor(Rule):
                 if since >= 0:
                     evidence["last_finite"] = since
                 if self.is_updated and since >= 0 and not any(since <= at < step for at in bad):
-                    text += "; since it was finite, the gradients of all steps were finite"
+                    text += f"; it was finite at step {since}, and all gradients have been finite since"
                     info = rows.tensors.infos[rows.names.index(name)]
                     causes, advice = _of_optimizer(window.run.optimizer_eps, info and info.dtype), _OF_OPTIMIZER
                 yield self.found(step, name, text, kind, causes=causes, advice=advice, **evidence)
 
 
 _OF_OPTIMIZER = (
-    "a larger eps, 1e-4 in float16, or parameters in float32 with torch.autocast",
-    "go back to a checkpoint from before this step",
+    "use a larger eps (1e-4 for float16), or keep parameters in float32 and use torch.autocast",
+    "load a checkpoint from before this step",
 )
 
 
 def _of_optimizer(eps: float, dtype: torch.dtype | None) -> tuple[str, ...]:
     """The causes of a tensor that is not finite after updates by gradients that were."""
-    arithmetic = (
-        "the optimizer's own arithmetic: a quotient with a zero gradient, or a square or product that overflows"
-    )
+    arithmetic = "the optimizer's own arithmetic: 0 / 0 for a zero gradient, or a square or product that overflows"
     if eps and dtype is not None and not torch.tensor(eps, dtype=dtype):
         arithmetic = f"the optimizer's own arithmetic: its eps of {eps:g} is 0 in {dtype}, so a zero gradient is 0 / 0"
-    return arithmetic, "a value that something else wrote there, or memory that was overwritten"
+    return arithmetic, "other code that wrote to it, or memory that was overwritten"
 
 
 class NonfiniteParameter(_NonfiniteTensor):
-    """NaN or Inf in a parameter. If the gradients were finite in all steps since it was, the optimizer made it."""
+    """NaN or Inf in a parameter.
+
+    If it was finite before, and all gradients were finite since then, the finding blames the optimizer's arithmetic.
+    """
 
     name = "nonfinite-parameter"
     kind = what = "parameter"
     judges_end = is_updated = True
     causes_at_first = ("memory that was never initialised: to_empty() or torch.empty without reset_parameters()",)
     causes = (
-        "a step of the optimizer on gradients that were not finite",
-        "memory that was overwritten, or a checkpoint that had NaN or Inf when it was loaded",
+        "an optimizer step with gradients that were not finite",
+        "memory that was overwritten, or a checkpoint that already had NaN or Inf",
     )
     advice = (
-        "go back to a checkpoint from before this step",
-        Remedy("on_anomaly='rollback' goes back to a step before", "rollback"),
+        "load a checkpoint from before this step",
+        Remedy("on_anomaly='rollback' restores a step before it", "rollback"),
         SKIP,
     )
 
@@ -331,10 +335,13 @@ class NonfiniteBuffer(_NonfiniteTensor):
 
     name = "nonfinite-buffer"
     kind = what = "buffer"
-    causes = ("a forward pass of the module that updates it, with values that were not finite", "memory overwritten")
-    advice = ("load a checkpoint from before this step, or set the buffer to what the module begins with",)
+    causes = (
+        "a forward pass with NaN or Inf, from which the module updated its buffer",
+        "memory that was overwritten",
+    )
+    advice = ("load a checkpoint from before this step, or reset the buffer to its initial value",)
     advice_of_statistics = (
-        "reset the running statistics (module.reset_running_stats()) and run some batches, or load a checkpoint",
+        "call module.reset_running_stats() and run some batches in train mode, or load a checkpoint",
     )
 
     _inf_at_first, _numel = carried(PerName(0.0)), carried(PerName(-1.0))
@@ -351,31 +358,31 @@ class NonfiniteBuffer(_NonfiniteTensor):
 
 
 class NonfiniteActivation(_NonfiniteTensor):
-    """NaN or Inf in the output of a module; the module nearest to the input is named."""
+    """NaN or Inf in the output of a module: the finding names the first such module from the input on."""
 
     name = "nonfinite-activation"
     kind = "activation"
     what = "output of module"
-    causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
+    causes = ("an overflow, a log or a division in this module's forward pass", "an input with NaN or Inf")
     advice = (
-        "look at this module's inputs and weights",
+        "check this module's inputs and weights for NaN, Inf and huge values",
         replay("names the operation"),
-        "in float16, run it in float32: torch.autocast(..., enabled=False)",
+        "if the module runs in float16, run it in float32, under torch.autocast(..., enabled=False)",
     )
 
 
 class NonfiniteOptimizerState(_NonfiniteTensor):
-    """NaN or Inf in the state of an optimizer: all later updates of that parameter are NaN."""
+    """NaN or Inf in an optimizer's state, from which every later update of that parameter is NaN."""
 
     name = "nonfinite-optimizer-state"
     kind = "optimizer state"
     is_updated = True
     what = "optimizer's {kind} of"
     causes = (
-        "a step on gradients that were not finite",
-        "memory that was overwritten, or a checkpoint of the optimizer that had NaN or Inf",
+        "an optimizer step with gradients that were not finite",
+        "memory that was overwritten, or an optimizer checkpoint that already had NaN or Inf",
     )
-    advice = ("clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint", SKIP)
+    advice = ("clear the parameter's state (del optimizer.state[parameter]), or load a checkpoint", SKIP)
 
 
 KEPT = {kind.name for kind in (NonfiniteParameter, NonfiniteBuffer, NonfiniteOptimizerState)}

@@ -28,7 +28,10 @@ _FADES, _WITHIN, _LASTS = 1e-3, 50, 5
 # Weight decay or eps of a group grows by more than this factor between two looks. 0 counts as 0.05; a weight decay of
 # 0.5 is far above usual ones.
 _SETTING, _NO_DECAY = 10.0, 0.05
-_SETTINGS = ("a schedule that sets it in place of lr", "an optimizer that was restored, or edited, wrongly")
+_SETTINGS = (
+    "a schedule that sets this value instead of lr",
+    "an optimizer whose state or param_groups were restored or edited wrongly",
+)
 
 
 class _GrowthRule(Rule):
@@ -65,9 +68,9 @@ class _GrowthRule(Rule):
 
 
 class LearningRateJump(_GrowthRule):
-    """A learning rate that jumps, stays 0, or is negative or NaN; or a weight decay or an eps that jumps.
+    """A learning rate that jumps, stays at 0, or is negative or NaN; also a weight decay or eps that jumps.
 
-    The rate of step 0 is compared with none: a program may set it between the backward pass and the step.
+    The rate of step 0 is not compared with later ones: a program may set it between the backward pass and the step.
     """
 
     name = "learning-rate-jump"
@@ -76,13 +79,13 @@ class LearningRateJump(_GrowthRule):
         "loss-spike", "exploding-gradient", "parameter-jump", "diverging-start", "growing-weights", "no-learning",
     )  # fmt: skip
     causes = (
-        "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
-        "warm-up and decay that do not meet: decay does not begin where warm-up ends",
-        "a scheduler or optimizer restored without its state",
+        "a scheduler that is stepped twice, or per batch though it counts epochs (or the reverse)",
+        "warm-up and decay that do not meet: the decay does not begin at the learning rate where the warm-up ends",
+        "a scheduler or an optimizer that was made anew without loading its state",
     )
     advice = (
-        "print the schedule beforehand: [scheduler.get_last_lr() for each step]",
-        "restore scheduler and optimizer from the same checkpoint",
+        "print scheduler.get_last_lr() for every step of the schedule",
+        "load scheduler and optimizer from the same checkpoint",
     )
 
     _course = carried(list[float]())  # the last rates of the first group
@@ -119,7 +122,7 @@ class LearningRateJump(_GrowthRule):
         self._course = list(filter(math.isfinite, course[-(_WITHIN + _LASTS - 1) :].tolist()))
         for at, old, new in _faded(course, len(first)):
             if self.begins("faded", window.steps[at]):
-                text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps"
+                text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps, and stays low"
                 yield self.found(window.steps[at], "lr", text, before=old, lr=new)
         is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
         for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
@@ -137,7 +140,7 @@ class LearningRateJump(_GrowthRule):
         for name, new in seen.value.settings.items():
             what, old = name.partition(" ")[0], self._settings.get(name, new)
             if new > _SETTING * (old or _NO_DECAY) and self.begins(name, seen.step):
-                text = f"{name} has gone from {old:.4g} to {new:.4g}, after step {self._looked}"
+                text = f"{name} has changed from {old:.4g} to {new:.4g} since step {self._looked}"
                 yield self.found(self._looked + 1, what, text, causes=_SETTINGS, before=old, now=new)
         self._settings, self._looked = {**seen.value.settings}, seen.step
 

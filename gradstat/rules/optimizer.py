@@ -23,11 +23,12 @@ _KEPT_FOR = 2  # such steps in a row
 
 
 class GradientsNotZeroed(Rule):
-    """Steps with gradients that still contain those of the step before, since nobody has zeroed them.
+    """Optimizer steps whose gradients still contain those of the step before, since nothing has zeroed them.
 
-    Known exactly, from versions of a gradient. Gradients that are added up between two steps are not meant, nor those
-    that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``. Not known under FSDP 2, which adds to
-    gradients itself, if gradients are added with ``create_graph=True``, or clipped where no optimizer is known.
+    It is known exactly, from the version counter of a gradient. Gradient accumulation between two steps is not
+    reported, nor gradients that the program changes before it adds to them, such as ``p.grad.mul_(0.9)``. It is not
+    known under FSDP 2, which adds to gradients itself, with ``create_graph=True``, and for gradients that are clipped
+    where the monitor has no optimizer.
     """
 
     name = "gradients-not-zeroed"
@@ -36,8 +37,8 @@ class GradientsNotZeroed(Rule):
         "no-learning", "unrelated-outputs",
     )  # fmt: skip
     causes = (
-        "optimizer.zero_grad() is not called between steps, or only that of another optimizer",
-        "gradients that are kept on purpose, as momentum by hand: then leave this rule out of rules=",
+        "optimizer.zero_grad() is not called between steps, or is called on another optimizer only",
+        "gradients that the program keeps on purpose, as its own momentum: then leave this rule out of rules=",
     )
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
 
@@ -53,8 +54,8 @@ class GradientsNotZeroed(Rule):
             self._reported = self._reported and self._run > 0
             if self._run >= _KEPT_FOR and not self._reported:
                 self._reported = True
-                text = f"the last {self._run} steps of the optimizer used gradients that still contained those of the "
-                text += "step before: nobody zeroes them"
+                text = f"the gradients of the last {self._run} optimizer steps still contained those of the step "
+                text += "before: they are not zeroed between steps"
                 # It is known of a step when the next one is measured.
                 yield self.found(step - self._run, "gradients", text, in_a_row=self._run)
         if "not_zeroed" not in window.scalars and len(window.steps):
@@ -68,19 +69,20 @@ _STEP = ("call optimizer.step() once for each zero_grad(), after backward()",)
 class UnusedGradients(Rule):
     """Backward passes whose gradients are zeroed before a step uses them.
 
-    Known exactly. With `gradstat.auto` or an integration, told from the third step in a row on in which all passes come
-    from the same places of the program, nothing has moved the parameters in between, and the step uses what the last of
-    them has left: a program that reads gradients in between has another use for them. Not known under FSDP. Or
-    gradients were zeroed fifty times, and twice as often as between earlier steps, without a step. In a loop that calls
-    `Monitor.step` after each pass, told if that holds for at least 16 of fifty, and more than there were steps. Not
-    beside an optimizer that trains something else in turn.
+    It is known exactly, but not under FSDP. With `gradstat.auto` or an integration, it is reported at the third step in
+    a row whose backward passes all come from the same lines of the program, with parameters that do not change between
+    them, and which uses the gradients of the last pass only: a program that reads gradients in between has another use
+    for them. It is also reported if gradients were zeroed fifty times without an optimizer step, and twice as often as
+    between earlier steps. In a loop that calls `Monitor.step` after each pass, it is reported if at least 16 of fifty
+    passes were zeroed unused, and more than there were steps. It is not reported where networks train in turn, as in a
+    GAN.
     """
 
     name = "unused-gradients"
     explains = ("unchanged-parameter", "no-learning", "unrelated-outputs")
     causes = (
         "gradients are zeroed before each micro-batch instead of once per step, or optimizer.step() is left out",
-        "gradients that are read before they are zeroed, on purpose: then leave this rule out of rules=",
+        "gradients that the program reads and then zeroes on purpose: then leave this rule out of rules=",
     )
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
 
@@ -90,11 +92,11 @@ class UnusedGradients(Rule):
             if not self.begins("", seen.step):
                 continue
             if not of:
-                text = f"gradients were computed and zeroed {unused} times, and step() of the optimizer was not called"
+                text = f"gradients were computed and zeroed {unused} times without a call of optimizer.step()"
                 yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)
             elif not window.run.has_rival:
-                text = f"{unused} of {of} backward passes are zeroed unused: each of the last {seen.value.steps} steps "
-                text += "used only what was computed after gradients had been zeroed for the last time"
+                text = f"the gradients of {unused} of {of} backward passes are zeroed before optimizer.step() uses "
+                text += f"them, in the last {seen.value.steps} optimizer steps"
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
 
 
@@ -102,13 +104,14 @@ class UnusedGradients(Rule):
 # moment that averages fewer than two.
 # States that count as many steps were cleared, if so many were taken, in two looks in a row.
 _MAX_MOMENTUM, _LEAST_DECAY, _TAKEN = 0.999, 0.5, 20
-_INTERCHANGED = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many or too few",)
+_INTERCHANGED = ("momentum (or beta1) and beta2 in the wrong order, or a digit too many or too few",)
 
 
 class OptimizerMemory(Rule):
-    """An optimizer whose averages forget too little or too much, or whose states are cleared in each step.
+    """A momentum or beta2 that averages over far too many or too few steps, or a state that is cleared in every step.
 
-    Known exactly: from its settings, and from the steps that its states count, where they do so on the host.
+    It is known exactly, from the optimizer's settings and from the step counters in its state, where these are on the
+    host.
     """
 
     name = "optimizer-memory"
@@ -116,8 +119,8 @@ class OptimizerMemory(Rule):
         "parameter-jump", "exploding-gradient", "loss-spike", "momentum-drift", "second-moment-drop", "growing-weights",
         "diverging-start", "no-learning", "unrelated-outputs",
     )  # fmt: skip
-    causes = ("optimizer.state that is cleared, or load_state_dict() of an old state, in each step",)
-    advice = ("keep the optimizer's state from step to step",)
+    causes = ("the program clears optimizer.state, or loads an old state into the optimizer, in every step",)
+    advice = ("make the optimizer and load its state once, before the loop",)
 
     _cleared = carried(0)  # looks in a row
 
@@ -132,16 +135,16 @@ class OptimizerMemory(Rule):
                 span = (
                     f"the last {1 / (1 - value):,.0f} steps" if 0 < value < 1 else "all steps" if value else "one step"
                 )
-                follows = "a step follows the gradients of" if key == "momentum" else "it averages"
-                text = f"the {what} of the optimizer is {value:g}: {follows} {span}"
+                averages = "gradients" if key == "momentum" else "squared gradients"
+                text = f"the {what} of the optimizer is {value:g}: it averages the {averages} of {span}"
                 advice = (f"use {usual}",)
                 yield self.found(window.steps[-1], "optimizer", text, causes=_INTERCHANGED, advice=advice, value=value)
         for seen in window.seen.get("coverage", []):
             is_cleared = seen.value.age <= 1 and seen.value.all_steps >= _TAKEN
             self._cleared = self._cleared + 1 if is_cleared else 0
             if self._cleared == 2 and self.begins("cleared", seen.step):
-                text = f"the optimizer has taken {seen.value.all_steps} steps, and its state counts "
-                text += f"{seen.value.age:.0f}: something clears it in each step"
+                text = f"the optimizer has taken {seen.value.all_steps} steps, but the step counter in its state is "
+                text += f"{seen.value.age:.0f}: its state is cleared in every step"
                 yield self.found(seen.step, "optimizer", text, steps=seen.value.all_steps)
 
 
@@ -160,21 +163,21 @@ _TINY = 1e-3
 # ``momentum_buffer`` that is a sum, in which weight decay remains. Alternating signs leave half.
 _FALLS, _NORM_FALLS, _SUM_FALLS = 0.02, 10, 5
 _SMALLER = (
-    "gradients that are clipped to a tiny norm, or divided, between backward() and the step",
-    "gradients that are set to zero before the step",
+    "gradients that are clipped to a tiny norm, or divided, between backward() and optimizer.step()",
+    "gradients that are set to zero before optimizer.step()",
 )
 
 
 class MomentumDrift(Rule):
-    """Momentum far larger or smaller than the gradients can make it."""
+    """A momentum buffer (or first moment) far larger or smaller than the gradients so far allow."""
 
     name = "momentum-drift"
     quiet = 1000
     causes = (
-        "a state of the optimizer that was overwritten or restored wrongly",
+        "an optimizer state that was overwritten or restored wrongly",
         "a momentum so close to 1 that gradients accumulate",
     )
-    advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
+    advice = ("compare the optimizer's state with the last checkpoint", "lower the momentum (or beta1)")
 
     _largest = carried(0.0)
     _ratio, _norm = carried(0.0), carried(0.0)  # the smallest so far, as for `_LEAST`, the ratio at most 1; 0 if none
@@ -196,8 +199,8 @@ class MomentumDrift(Rule):
                 fresh = [i for i in due if self.begins(f"{kind} {rows.names[i]}", step)]
                 if fresh:
                     i = max(fresh, key=lambda i: sizes[i])
-                    text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}; the norm of "
-                    text += f"all gradients together never exceeded {largest:.3g}"
+                    text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}, but the total "
+                    text += f"gradient norm has never exceeded {largest:.3g}"
                     evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
                     yield self.found(step, rows.names[i], text, about=kind, **evidence)
 
@@ -218,8 +221,9 @@ class MomentumDrift(Rule):
                 has_fallen = ratio < falls * self._ratio and norm < _NORM_FALLS * _FALLS * self._norm
                 is_small = has_fallen or (window.run.is_torchs and ratio < _LEAST and norm < _TINY)
                 if is_small and self.begins("small", step):
-                    text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
-                    text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
+                    text = f"the optimizer's {kind} has a total norm of {norm:.3g}, but the gradient norm was at least "
+                    text += f"{lowest:.3g} in the last {count} steps: optimizer.step() gets smaller gradients than "
+                    text += "those that were measured"
                     evidence = {"norm": norm, "gradients": lowest}
                     yield self.found(step - count, "optimizer", text, kind, None, _SMALLER, (), **evidence)
                 self._ratio, self._norm = min(self._ratio or 1.0, ratio), min(self._norm or norm, norm)
@@ -246,20 +250,20 @@ _REMAINS = 0.5  # of what must remain: optimizers may step several times per mon
 class SecondMomentDrop(RowsRule):
     """A second moment that has shrunk faster than beta2 allows: overwritten, cleared, or restored wrongly.
 
-    It is an average of squares whose weights decay by beta2 per step, so a fraction of at least ``beta2 ** steps``
-    remains of it. Nothing is reported if beta2 is not known, as of optimizers that are not torch's.
+    It is a moving average of squares, so at least the fraction ``beta2 ** steps`` of it remains. Nothing is reported
+    if beta2 is not known, as for optimizers that are not torch's.
     """
 
     name = "second-moment-drop"
     quiet = 1000
     kinds = _SECOND_MOMENTS
     causes = (
-        "a state of the optimizer that was cleared or restored wrongly; the next updates are far too large",
+        "an optimizer state that was cleared or restored wrongly; the next updates will be far too large",
         "memory that was overwritten",
     )
     advice = (
-        "restore the optimizer together with the model, from the same checkpoint",
-        "if states were cleared on purpose, warm up the learning rate again",
+        "load the optimizer together with the model, from the same checkpoint",
+        "if the state was cleared on purpose, warm up the learning rate again",
     )
 
     _norms, _when = carried(PerName(0.0)), carried(PerName(0))
@@ -275,9 +279,9 @@ class SecondMomentDrop(RowsRule):
             if fresh:
                 i = min(fresh, key=lambda i: norms[i] / last_norms[i])
                 name, steps = rows.names[i], step - int(when[i])
-                fallen = f"has fallen to {norms[i] / last_norms[i]:.2g} of what it was {steps} steps before"
+                fallen = f"has fallen to {norms[i] / last_norms[i]:.2g} times its value of {steps} steps before"
                 evidence = {"before": last_norms[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
-                text = f"the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
+                text = f"the norm of the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
                 yield self.found(step, name, text, about=kind, **evidence)
             is_finite = np.isfinite(norms)
             np.copyto(last_norms, norms, where=is_finite)
@@ -294,17 +298,17 @@ class SmallSecondMoment(LastingRule):
 
     Then updates shrink with the gradients, and the parameter stops learning (M. Wortsman and others, Small-scale
     proxies for large-scale Transformer training instabilities, arXiv 2309.14322). Only weights of two dimensions and
-    more are judged: the gradient of a bias before a batch norm is rounding error, and no problem. An info if they are
-    less than half of these, such as those of a branch that begins with a factor near 0.
+    more are reviewed: the gradient of a bias before a batch norm is rounding error, and harmless. It is an info if
+    less than half of the weights are affected, such as those of a branch that begins with a factor near 0.
     """
 
     name = "small-second-moment"
     quiet = 10_000
     kinds = _SECOND_MOMENTS
-    causes = ("gradients that are tiny for this parameter: a deep or wide model, or vanishing gradients",)
+    causes = ("tiny gradients of this parameter: a deep or wide model, or vanishing gradients",)
     advice = (
         "use a smaller eps in the optimizer, 1e-15 for example",
-        "find out why its gradients are so small: see vanishing-gradient",
+        "find out why its gradients are so small, as for vanishing-gradient",
     )
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
@@ -316,7 +320,7 @@ class SmallSecondMoment(LastingRule):
         for row, fresh, _, since in self.lasting(rows, low, needed, _unique(kind, rows)):
             i = fresh[0]
             name, value = rows.names[i], largest[row, i]
-            text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"
+            text = f"no element of {kind} of {name} exceeds {value:.3g}: eps ({eps:g}) dominates its updates"
             text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
             evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
             severity: Severity = self.severity if 2 * low[row].sum() >= rows.tensors.matrices.sum() else "info"

@@ -26,22 +26,22 @@ _OF_SQUARES = 0.625
 
 _IN_WORDS = {
     Activation.PROBABILITIES: "are probabilities already",
-    Activation.SIGMOID: "are those of a sigmoid",
-    Activation.RELU: "are those of a ReLU",
+    Activation.SIGMOID: "come from a sigmoid",
+    Activation.RELU: "come from a ReLU",
 }
 
 
 class ActivatedOutputs(LearningRule):
-    """A loss that takes logits gets what an activation has made of them.
+    """A loss that expects logits gets the output of a softmax, sigmoid or ReLU.
 
-    The graph of the first loss tells it. Where it does not, as for compiled models, the gradient of the model's outputs
-    tells whether the loss takes their softmax.
+    The graph of the first loss shows it. Where it does not, as for compiled models, the gradient of the model's outputs
+    shows whether the loss takes their softmax.
     """
 
     name = "activation-before-softmax"
     explains = ("no-learning", "unrelated-outputs", "vanishing-gradient")
-    causes = ("a softmax, sigmoid or ReLU before a loss that takes logits and has one of its own",)
-    advice = ("remove it: give the loss what the last layer returns",)
+    causes = ("a softmax, sigmoid or ReLU before a loss that expects logits and applies its own",)
+    advice = ("remove the activation: pass the loss what the last layer returns",)
 
     # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
     _CHANCE = 0.9, 1.1
@@ -50,7 +50,7 @@ class ActivatedOutputs(LearningRule):
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("activated"):
-            text = f"{seen.value.function} takes logits, and gets the output of a {seen.value.activation}"
+            text = f"{seen.value.function} expects logits but gets the output of a {seen.value.activation}"
             if seen.value.classes > 1:
                 # The likeliest of C classes has a probability of at most e / (e + C - 1), since logits are in [0, 1].
                 least = math.log1p((seen.value.classes - 1) / math.e)
@@ -67,19 +67,19 @@ class ActivatedOutputs(LearningRule):
                 is_told = is_chance or self._were_logits
             self._were_logits |= activation == Activation.NONE and classes > 0
             if is_told:
-                text = f"the outputs of the model {_IN_WORDS[activation]}, and the loss takes their softmax"
+                text = f"the model's outputs {_IN_WORDS[activation]}, but the loss applies a softmax to them"
                 yield from self._told(step, "logits", text, "output", classes=classes)
         if self._count < 2:
             self._take(window)
 
 
 class SoftmaxDimension(LearningRule):
-    """A softmax is one over the samples, or over places in a sequence, in two looks in a row."""
+    """A softmax over the samples or the positions of a sequence, instead of the classes."""
 
     name = "softmax-dimension"
     explains = ("no-learning", "unrelated-outputs")
-    causes = ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
-    advice = ("give dim= the dimension of the classes: -1 if it is the last",)
+    causes = ("a softmax or log_softmax without dim=, or with the dimension of the samples as dim=",)
+    advice = ("pass the dimension of the classes as dim=: -1 if it is the last",)
 
     _times = carried(0)
 
@@ -88,8 +88,8 @@ class SoftmaxDimension(LearningRule):
             is_made = seen.value.is_over_samples
             self._times = self._times + 1 if seen.value.takes_over_samples or is_made else 0
             if self._times == 2:
-                what = "outputs of the model are a softmax" if is_made else "loss takes the softmax of the outputs"
-                text = f"the {what} over samples or places in a sequence, not over the classes"
+                what = "model's outputs are a softmax" if is_made else "loss applies a softmax to the outputs"
+                text = f"the {what}{',' * (not is_made)} over samples or positions in a sequence, not over the classes"
                 yield from self._told(seen.step, "logits", text, "output")
 
 
@@ -157,16 +157,16 @@ class TargetsRule(LearningRule):
 
 
 class EqualTargets(TargetsRule):
-    """In each batch looked at, all labels are of one class, or all targets are equal."""
+    """Batches whose labels are all of one class, or whose targets are all equal."""
 
     name = "equal-targets"
     explains = ("no-learning", "unrelated-outputs", "loss-spike", "vanishing-gradient")
     causes = (
-        "data sorted by class, and not shuffled",
+        "data that is sorted by class and not shuffled",
         "labels that were lost, or read from the wrong column",
-        "one class far more frequent than all others",
+        "one class that is far more frequent than all others",
     )
-    advice = ("shuffle the data", LOOK)
+    advice = ("shuffle the data: DataLoader(..., shuffle=True)", LOOK)
 
     # From the start in at least so many looks, over so many steps.
     _LOOKS, _STEPS = 3, 32
@@ -209,10 +209,12 @@ class EqualTargets(TargetsRule):
         """Judges the last batches, each with one label."""
         steps, each, counts = zip(*self._labels, strict=True)
         is_same, before = len({*each}) == 1, self._alike + self._differ
-        what = f"labels are of {'the same' if is_same else 'one'} class" if are_classes else "targets are equal"
-        text = f"in each of {len(each)} batches looked at, all {what}"
+        what = "targets are equal"
+        if are_classes:
+            what = "labels are of one class" + ", the same in all of them" * is_same
+        text = f"in each of {len(each)} batches that were inspected, all {what}"
         if before:
-            text += f"; of {before} before, {self._differ} had several"
+            text += f"; of {before} before them, {self._differ} had several"
             bits = min(math.log2((before + 2) / (self._alike + 1)), self._MOST_BITS) * len(each)
             is_odd = bits >= self._BITS and not is_policy
         else:
@@ -234,13 +236,13 @@ def _is_head(window: Window, classes: int) -> bool:
 
 
 class RawTargets(TargetsRule):
-    """Targets are further than 40 from outputs after 16 steps, and 200 times the spread of the first outputs."""
+    """Targets of a scale far beyond the outputs: 40 or more away from them, and 200 times their first spread."""
 
     name = "raw-targets"
     explains = ("unrelated-outputs",)
     explained_by = ("negative-loss", "no-learning", "unrelated-outputs")
-    causes = ("targets that are not normalised, or in another unit than the model was made for",)
-    advice = ("normalise targets in the data loader, and scale predictions back",)
+    causes = ("targets that are not normalised, or in another unit than the model expects",)
+    advice = ("normalise the targets in the data loader, and scale predictions back",)
 
     # Conventions: outputs of a fresh model have a standard deviation of about 1. In 200 healthy small programs the
     # distance is at most 12, and at most 160 times as large. By that step layers that begin at almost zero, which let
@@ -259,28 +261,28 @@ class RawTargets(TargetsRule):
                 self._outputs, self._is_over = targets.outputs, targets.distance <= self._DISTANCE
             far = max(self._DISTANCE, self._APART * self._outputs)
             if targets.evenness > self._EVEN and step >= self._SOON and targets.distance > far:
-                text = f"targets are {targets.distance:.3g} or more away from outputs, by the root mean square, and "
-                text += f"the first outputs have a standard deviation of {self._outputs:.3g}"
+                text = f"targets differ from outputs by a root mean square of {targets.distance:.3g} or more at step "
+                text += f"{step}, but the first outputs have a standard deviation of {self._outputs:.3g}"
                 yield from self._told(0, "loss", text, distance=targets.distance, outputs=self._outputs)
 
 
 class UnrelatedOutputs(TargetsRule):
-    """Outputs and their targets have no correlation after 240 steps.
+    """Outputs that are not correlated with their targets after 240 steps.
 
-    Targets are known from the gradient of the outputs, for cross-entropies of one prediction per sample and for squared
-    errors, and about so for other losses of one term, while these are flat. The last 8 batches looked at are judged,
-    unless the learning rate still rises.
+    Targets are derived from the gradient of the outputs: exactly for cross-entropies of one prediction per sample and
+    for squared errors, and approximately for other losses of one term, while these are flat. The last 8 batches that
+    were inspected count, and nothing is reported while the learning rate still rises.
     """
 
     name = "unrelated-outputs"
     explained_by = ("negative-loss", "no-learning")
     causes = (
-        "labels that do not belong to the inputs, or that are random",
-        "inputs without information: zero, constant, or in a scale that the model was not made for",
+        "labels that do not belong to the inputs, or are random",
+        "inputs without information: zero, constant, or of a scale that the model does not expect",
         "a learning rate far too low or too high for this model",
     )
     advice = (
-        "train on a single batch: a loss that does not fall to nearly 0 means that the program is wrong, not the data",
+        "train on a single batch: if the loss does not fall to nearly 0, the program is wrong, not the data",
         LOOK,
     )
 
@@ -313,5 +315,5 @@ class UnrelatedOutputs(TargetsRule):
             self._is_over = step >= self._STEPS
             self._since = step
         elif step >= self._STEPS and related < min(self._RELATED, self._FEW * error):
-            text = f"outputs of the model and their targets have a correlation of {related:.2g} after {step} steps, "
-            yield from self._told(self._since, "loss", f"{text}as by chance", correlation=related, loss=loss)
+            text = f"the correlation of outputs and targets is {related:.2g} after {step} steps, no more than by chance"
+            yield from self._told(self._since, "loss", text, correlation=related, loss=loss)

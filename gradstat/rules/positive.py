@@ -13,10 +13,10 @@ from gradstat.rules.rows import Rows, Window
 
 
 class NonpositiveParameter(RowsRule):
-    """A parameter whose logarithm, root or reciprocal is taken has an element below 0, or nearly at 0.
+    """A parameter whose logarithm, root or reciprocal the loss takes has fallen below 0, or close to 0.
 
-    The graph of the first loss tells of what it is taken. All elements were positive when first measured. It is
-    measured once more when the monitor is detached or the program ends, which such a parameter may have ended.
+    Which parameters these are is read from the graph of the first loss; all their elements were positive when first
+    measured. They are measured once more when the monitor is detached or the program ends.
     """
 
     name = "nonpositive-parameter"
@@ -25,11 +25,11 @@ class NonpositiveParameter(RowsRule):
     explains = ("nonfinite-loss", "nonfinite-gradient", "loss-spike", "exploding-gradient")
     quiet = 1000
     causes = (
-        "a standard deviation, rate or temperature that is trained itself, which nothing keeps positive",
-        "a learning rate too large for it",
+        "a standard deviation, rate or temperature that is trained directly, so that nothing keeps it positive",
+        "a learning rate that is too high for this parameter",
     )
     advice = (
-        "train its logarithm, and take exp() where it is used; or take softplus() of it and add a small number",
+        "train its logarithm and use exp() of it; or use softplus() of it plus a small number",
         "clamp it from below after each step",
     )
 
@@ -49,5 +49,5 @@ class NonpositiveParameter(RowsRule):
                 if self.begins(name, rows.steps[row]):
                     now = float(least[row, i])
                     what = "" if rows.tensors.numel[i] == 1 else "the smallest element of "
-                    text = f"{what}{name} is {now:.3g} and was {first:.3g} at first; the loss takes {words}"
+                    text = f"{what}{name} is {now:.3g}, down from {first:.3g} at the start; the loss takes {words}"
                     yield self.found(rows.steps[row], name, text, "parameter", before=first, now=now)

@@ -21,16 +21,16 @@ _FLOORS: dict[torch.dtype | None, float] = {
 _ZEROS, _NORMALS, _IN_A_ROW = 0.3, 8.0, 10
 
 
-TOO_SMALL = ("gradients too small for float16, without a loss scale or with one that is too small",)
+TOO_SMALL = ("gradients that are too small for float16: there is no loss scale, or it is too small",)
 
 
 class Underflow(LastingRule):
     """Half-precision gradients that underflow to zeros and subnormals.
 
-    Distinguished from meaningful zeros by size: the root mean square of the nonzero elements is a few times the
-    smallest normal number of their dtype (6.1e-5 for float16), so their neighbours must be below it. That is the dtype
-    in which they were computed, which autocast chooses. With a loss scale the gradients are judged as they were
-    computed, with the scale, and as float16 whatever their dtype.
+    They differ from meaningful zeros by the size of the other elements: the root mean square of these is a few times
+    the smallest normal number of their dtype (6.1e-5 for float16), so smaller ones must be below it. The dtype is the
+    one in which autocast computed them. With a loss scale, gradients are reviewed as they were computed, with the
+    scale, and as float16 whatever their dtype.
     """
 
     name = "underflow"
@@ -38,7 +38,7 @@ class Underflow(LastingRule):
     causes = TOO_SMALL
     advice = (
         "scale the loss: gradstat.amp.GradScaler",
-        "use bfloat16, which has the range of float32, or keep this part in float32",
+        "use bfloat16, which has the range of float32, or run this part of the model in float32",
     )
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
@@ -57,6 +57,8 @@ class Underflow(LastingRule):
             worst = max(fresh, key=lambda i: rows.zero_fraction[row, i])
             zeros = rows.zero_fraction[row, worst]
             name, rest = rows.names[worst], left[row, worst]
-            text = f"{zeros:.0%} of the gradient of {name} is zero, and the rest is near the smallest normal number"
+            text = (
+                f"{zeros:.0%} of the gradient of {name} is zero, and the rest near the dtype's smallest normal number"
+            )
             evidence = {"zero_fraction": zeros, "rms_of_the_rest": rest, "parameters": len(fresh)}
             yield self.found(since[worst], name, f"{text} (rms {rest:.2g})", about="gradient", **evidence)

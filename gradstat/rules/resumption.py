@@ -29,35 +29,36 @@ _RECENT = 20  # losses
 _LISTED = 20  # names of tensors in the evidence
 
 _OF_PART = (
-    "a part of the checkpoint that was not restored: strict=False, renamed keys, a layer that was tied or rebuilt",
+    "a part of the checkpoint that was not restored: strict=False, renamed keys, or a layer that was tied or rebuilt",
 )
-_OF_ALL = ("weights that were not restored: model.load_state_dict() was not called, or with another checkpoint",)
+_OF_ALL = ("weights that were not restored: model.load_state_dict() was not called, or got another checkpoint",)
 _OF_STATES = (
     "an optimizer state that was not restored from the same checkpoint as the weights",
-    "parameters that are in another order in the optimizer than when it was saved",
+    "an optimizer whose parameters are in another order than when it was saved",
 )
-_NOT_LOADED = ("optimizer.load_state_dict() was not called, or the optimizer was made again after it",)
+_NOT_LOADED = ("optimizer.load_state_dict() was not called, or a new optimizer was made after it",)
 
 
 class NotRestored(Rule):
-    """Weights or optimizer states that are not what they were when the state of the monitor was saved.
+    """Weights or optimizer states that differ from those at the time when the monitor's state was saved.
 
     Norms, sums and extremes are compared in the first step after `gradstat.Monitor.load_state_dict`, before the
-    optimizer steps. It is an error if most weights are others. Compared is what was and is trained, on the same rank
-    and in the same size: not what was added, removed, frozen or sharded, and no buffers, which a forward pass changes.
-    States that the optimizer lacks are told if it is of the same class, and there are as many ranks.
+    optimizer steps. It is an error if most weights differ. Only tensors that were and are trained, on the same rank
+    and with the same size, are compared: not those that were added, removed, frozen or sharded, and no buffers, which
+    a forward pass changes. Missing states are reported if the optimizer is of the same class and there are as many
+    ranks.
 
-    Weights that all differ may be averages (EMA, SWA), or the state was saved at another moment. They are told if they
-    are far from what they were, the optimizer has all states or none, and the loss is back near the first one, or half
-    of the way with constant weights that were not. Without a loss that had fallen such weights are enough.
+    Weights that all differ may be averages (EMA, SWA), or the state was saved at another moment. They are reported if
+    they are far from the saved ones, the optimizer has all its states or none, and the loss is back near its first
+    value; or halfway back, if weights are constant that were not. If the loss had not fallen, constant weights suffice.
     """
 
     name = "not-restored"
     causes = _OF_PART
     advice = (
-        "print what model.load_state_dict() returns: the keys that are missing or unexpected",
-        "restore model, optimizer and monitor from one checkpoint, saved at one moment",
-        "if they were changed on purpose: monitor.load_state_dict(state, expect_restored=False)",
+        "print what model.load_state_dict() returns: the missing and unexpected keys",
+        "load model, optimizer and monitor from one checkpoint, saved at the same step",
+        "if the change is intended: monitor.load_state_dict(state, expect_restored=False)",
     )
     explains = ("loss-spike", "exploding-gradient", "parameter-jump", "second-moment-drop", "momentum-drift")
 
@@ -97,7 +98,7 @@ class NotRestored(Rule):
         if lacking:
             kind, names = lacking[0][0], list(dict.fromkeys(name for _, name in lacking))
             more = f" and of {len(names) - 1} more" * (len(names) > 1)
-            text = f"the optimizer has no {kind} of {names[0]}{more}, which it had when this state was saved"
+            text = f"the optimizer has no {kind} of {names[0]}{more}, though it had when the monitor's state was saved"
             yield self.found(step, names[0], text, kind, None, _NOT_LOADED, parameters=names[:_LISTED])
 
     def _are_lost(self, weights: _Pairs, is_certain: bool, has_states: bool, loss: float) -> bool:
@@ -118,11 +119,12 @@ class NotRestored(Rule):
         kind, name, (*_, norm, total, low, high) = pairs.kinds[i], pairs.names[i], pairs.before[i].tolist()
         *_, norm_now, total_now, low_now, high_now = pairs.now[i].tolist()
         how = (
-            f"its norm was {norm:.4g} and is {norm_now:.4g}",
-            f"its sum was {total:.4g} and is {total_now:.4g}",
-            f"its elements were from {low:.4g} to {high:.4g} and are from {low_now:.4g} to {high_now:.4g}",
+            f"its norm was {norm:.4g} and is {norm_now:.4g} now",
+            f"its sum was {total:.4g} and is {total_now:.4g} now",
+            f"its elements ranged from {low:.4g} to {high:.4g} and range from {low_now:.4g} to {high_now:.4g} now",
         )[int((pairs.distances[i] / _FAR).argmax())]
-        text = f"{name if kind == WEIGHT else f'{kind} of {name}'} is not what it was when this state was saved: {how}"
+        what = name if kind == WEIGHT else f"{kind} of {name}"
+        text = f"{what} differs from its value when the monitor's state was saved: {how}"
         text += f"; the same holds for {len(others) - 1} more" * (len(others) > 1)
         return self.found(step, name, text, kind, severity, causes, parameters=others[:_LISTED], count=len(others))
 

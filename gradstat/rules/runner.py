@@ -103,8 +103,8 @@ class RuleRunner:
         first = window.value("loss", 0) if math.isnan(self._first_loss) else self._first_loss
         if jumps:
             old, new = jumps[-1]
-            causes.append(f"the learning rate, which went from {old:.4g} to {new:.4g} shortly before")
-            advice.append("print the learning rate of the steps before")
+            causes.append(f"the learning rate, which rose from {old:.4g} to {new:.4g} shortly before")
+            advice.append("print the learning rate of the steps before it")
         elif window.value("loss", row) < -_FAR_BELOW * abs(first) and not window.run.has_rival:
             causes += WRONG_SIGN
         causes += (cause for cause in finding.causes if cause not in causes)

@@ -20,7 +20,7 @@ from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, series
 from gradstat.rules.rows import Floats, Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
-_MAXIMIZES = ("an optimizer made with maximize=True",)
+_MAXIMIZES = ("an optimizer with maximize=True",)
 # So many losses on each side show that the sign has changed; of so many on either side the median magnitude is at least
 # half of the median before, as a loss that falls through 0 is near it on both sides.
 _SIGNS, _NEAR = 16, 4
@@ -37,17 +37,16 @@ _FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 
 class LossSpike(SpikeRule, LevelRule):
-    """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
+    """A loss that jumps and stays high, exceeds all earlier values, climbs far above its lowest mean, or changes sign.
 
-    Or whose sign changes at once. An info if a single value jumps, beside another optimizer that trains something else
-    in turn, which may catch up, or if the loss is one of Q-learning, whose targets jump with the network that makes
-    them (the runner of the rules sees to both). Nor does the size of a loss tell much that has had both signs since the
-    beginning, as log-probabilities times normalised returns: it grows with the episodes.
+    It is an info if only a single value jumps, if another optimizer trains another network in turn, as in a GAN, and
+    for Q-learning, whose targets change with the target network. It is also an info if the loss has had both signs
+    from the start, as log-probabilities times normalised returns: its size says little.
 
     Args:
-        series: The scalar that is judged: the loss, or one that `gradstat.Monitor.step` was given.
-        sigmas: How many spreads a loss has to be above the median, as a `gradstat.SpikeGuard` defines them. The default
-            is where the guard refuses.
+        series: The scalar to review: ``"loss"``, or one of ``scalars`` of `gradstat.Monitor.step`.
+        sigmas: How far a loss must be above the median, in spreads as `gradstat.SpikeGuard` defines them. By default
+            the guard's own threshold.
     """
 
     name = "loss-spike"
@@ -58,13 +57,13 @@ class LossSpike(SpikeRule, LevelRule):
     causes = (
         f"if it stays there, {CHANGED[0]}",
         "if it comes down again, an unusual or damaged batch",
-        "a learning rate too high: a step overshot the minimum",
+        "a learning rate that is too high, so that a step overshot the minimum",
     )
     advice = (
-        "look at that batch and its labels, and at the learning rate at that step",
+        "inspect the batch and the labels of that step, and its learning rate",
         CLIP,
         "lower the learning rate",
-        "if it does not come down again, go back to a checkpoint from before and skip those batches",
+        "if the loss stays high, load a checkpoint from before that step and skip its batches",
     )
 
     _lowest, _error = carried(math.inf), carried(0.0)  # the lowest mean of a window, and its standard error
@@ -94,7 +93,7 @@ class LossSpike(SpikeRule, LevelRule):
         if (losses < 0).any():
             for step, old, new in _signs([*self._recent_steps, *window.steps.tolist()], self._recent + losses.tolist()):
                 if self.begins("sign", step):
-                    text = f"the {self.series} changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
+                    text = f"the {self.series} changes sign, from {old:.4g} to {new:.4g}, and stays negative"
                     yield self.found(step, self.series, text, causes=WRONG_SIGN, loss=new, before=old)
         for finding in self._rises(window, losses):
             yield replace(finding, severity="info") if _has_both_signs(self._first, self._values) else finding
@@ -137,8 +136,8 @@ class LossSpike(SpikeRule, LevelRule):
         least = max(_CLIMB_LOST * (start - self._lowest), _ERRORS * self._error)
         if mean > self._lowest + least and self.begins("climb", step):
             lowest = min(self._least, self._lowest)  # a state of before may have no mean of so few
-            text = f"the mean {self.series} of {_RECENT} steps has climbed to {mean:.4g}; the lowest was "
-            text += f"{lowest:.4g}" + f", and it began at {start:.4g}" * is_above
+            text = f"the mean {self.series} of {_RECENT} steps is {mean:.4g}, up from {lowest:.4g} at its lowest"
+            text += f"; it began at {start:.4g}" * is_above
             causes = (*(_MAXIMIZES if maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
             yield self.found(step, self.series, text, causes=causes, mean=mean, lowest=lowest)
 
@@ -153,7 +152,7 @@ class LossSpike(SpikeRule, LevelRule):
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
         is_climbing = shift.still > _STILL * (after - before)
         if after - before > least and not is_grown and not is_climbing and self.begins("leap", shift.step):
-            text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
+            text = f"the {self.series} rises from about {before:.4g} to about {after:.4g}, and stays there"
             causes = (*CHANGED, self.causes[-1])
             yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)
 
@@ -175,22 +174,22 @@ def _signs(steps: list[int], losses: list[float]) -> Iterator[tuple[int, float, 
 
 
 _UNTRAINED = (
-    "layers in a Python list or dict",
-    "a network that is not trained, but whose parameters require gradients",
+    "layers in a Python list or dict, which nn.Module does not register",
+    "a frozen network, such as a teacher, whose parameters still require gradients",
 )
 _REGISTER = (
-    "put layers into nn.ModuleList or nn.ModuleDict, and make the optimizer afterwards",
-    "call requires_grad_(False) on what is not trained: its gradients are computed and never zeroed",
+    "put the layers into nn.ModuleList or nn.ModuleDict, and make the optimizer afterwards",
+    "call requires_grad_(False) on a network that is not trained: its gradients are computed and never zeroed",
 )
-_REPLACED = ("another optimizer has taken its place, or one is made in each step",)
+_REPLACED = ("another optimizer has replaced it, or the program makes a new optimizer in every step",)
 _KEEP = (
-    "make one optimizer before the loop, and keep it: momentum and second moments of a new one begin at zero",
-    "give the monitor the optimizer that steps",
+    "make one optimizer before the loop and keep it: a new one begins with momentum and second moments of zero",
+    "pass the monitor the optimizer that steps",
 )
 
 
-_NOT_THAWED = ("a network that is frozen for the turn of another one, and not thawed for its own",)
-_THAW = ("call requires_grad_(True) before its own turn",)
+_NOT_THAWED = ("a network that was frozen while another one trains, and not unfrozen for its own steps",)
+_THAW = ("call requires_grad_(True) on the network before its own steps",)
 # Frozen on purpose for so many steps of its optimizer is rare in programs whose networks take turns.
 _FROZEN_FOR = 100
 # An optimizer that has stepped before is not the one that trains, if its parameters are changed in every step, and it
@@ -199,15 +198,16 @@ _RESTS = 20
 
 
 class OptimizerCoverage(Rule):
-    """Parameters that the optimizer lacks, has though they are frozen or not the model's, or that another one trains.
+    """An optimizer that does not hold exactly the parameters that should train.
 
-    Also those in the graph of the first loss or output that are neither the model's nor an optimizer's, if nothing has
-    changed them 16 steps later.
+    It warns about parameters with gradients that are not in the optimizer, about parameters in the optimizer that are
+    not the model's and have no gradient, about an optimizer that another one has replaced, and about parameters that
+    the first loss depends on, are neither in the model nor in an optimizer, and have not changed 16 steps later.
 
-    An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
-    unless they are most of the model and were trained before, are between layers of the same kind that train, or not
-    the model's but trained. Beside an optimizer that trains something else in turn, as in a GAN, also for those that
-    were trainable when the monitor was made and are frozen in the first hundred steps.
+    It is an info for parameters without gradients that are not in the optimizer, such as a target network, for those
+    that are trained though they are not the model's, and for frozen ones. Frozen parameters are a warning if they are
+    most of the model and were trained before, or are between layers of the same kind that train. Where networks train
+    in turn, as in a GAN, they are one if they could train at first and stay frozen for a hundred steps.
     """
 
     name = "optimizer-coverage"
@@ -218,7 +218,7 @@ class OptimizerCoverage(Rule):
     )
     advice = (
         "make the optimizer after the model is complete",
-        "pass it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
+        "pass the optimizer only what trains: [p for p in model.parameters() if p.requires_grad]",
     )
 
     _reported = carried(dict[str, int]())  # what was found of which parameter, and when
@@ -230,8 +230,8 @@ class OptimizerCoverage(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("untrained", []):
             if seen.value:
-                text = f"the loss depends on {count_of(len(seen.value), 'parameter')} that neither the model nor an "
-                text += f"optimizer has, so that nothing trains them; one has the shape {list(seen.value[0])}"
+                text = f"the loss depends on {count_of(len(seen.value), 'parameter')} in neither the model nor an "
+                text += f"optimizer, so nothing trains them; the shape of one is {list(seen.value[0])}"
                 yield self.found(0, "optimizer", text, causes=_UNTRAINED, advice=_REGISTER, parameters=len(seen.value))
         for seen in window.seen.get("coverage", []):
             yield from self._replaced(seen)
@@ -254,7 +254,7 @@ class OptimizerCoverage(Rule):
                 ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
                 ("foreign", seen.value.unknown, self.severity, "is not a parameter of the model, and has no gradient"),
                 ("besides", seen.value.besides, "info",
-                 "is trained by the optimizer but is not a parameter of the model; it is watched"),
+                 "is trained by the optimizer but is not a parameter of the model; gradstat watches it too"),
             ):  # fmt: skip
                 names = [name for name in parameters if f"{key} {name}" not in self._reported]
                 if names:
@@ -275,7 +275,8 @@ class OptimizerCoverage(Rule):
         is_replaced = self._has_stepped and seen.value.changes >= rests >= _RESTS * max(taken, 1)
         if is_replaced and "replaced" not in self._reported:
             self._reported["replaced"] = seen.step
-            text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
+            text = f"step() of the optimizer was called in {taken or 'none'} of the last {rests} steps, though its "
+            text += "parameters changed in all of them"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
 
     def _not_thawed(self, seen: Observation, window: Window) -> Iterable[Finding]:
@@ -289,8 +290,8 @@ class OptimizerCoverage(Rule):
         if names and is_long and window.run.has_rival and "thaw" not in self._reported and _are_most(names, window):
             self._reported["thaw"] = seen.step
             more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
-            text = f"{names[0]} is frozen (requires_grad is False) whenever its optimizer steps, and was not when the "
-            text += f"monitor was made, while another optimizer trains something else in turn{more}"
+            text = f"{names[0]} is frozen (requires_grad is False) whenever its optimizer steps, though it could train "
+            text += f"when the monitor was made; another optimizer trains another network in turn{more}"
             yield self.found(
                 self._first_look, names[0], text, "parameter", causes=_NOT_THAWED, advice=_THAW, parameters=names[:20]
             )

@@ -363,9 +363,9 @@ def test_the_cause_of_nan_gradients_is_named_first(fault: str, clips: bool, way:
         assert (gradient.name, gradient.evidence["nonfinite_tensors"]) == ("0.bias", 1)
     is_hidden = fault == "gradient" and clips
     place = {"Monitor": 0, "Monitor, without loss": 1}.get(way, len(gradient.causes) - 1)
-    names_clip = [i for i, cause in enumerate(gradient.causes) if cause.startswith("clipping before")]
+    names_clip = [i for i, cause in enumerate(gradient.causes) if cause.startswith("a clip before")]
     assert names_clip == [place] * is_hidden
-    assert ("as after clipping" in gradient.text) == (is_hidden and way == "Monitor")
+    assert ("as after a clip" in gradient.text) == (is_hidden and way == "Monitor")
     if is_hidden and way == "Monitor, without loss":
         assert "as after the backward pass of a NaN loss" in gradient.text
         assert gradient.causes[0].startswith("a loss that was NaN")
@@ -886,7 +886,7 @@ def test_gradients_that_no_step_uses_are_told_once(way: str, steps: int) -> None
                 for parameter in model.parameters():
                     parameter.sub_(1e-3 * parameter)
     found = [(one.step, one.text) for one in monitor.findings if one.name == "optimizer"]
-    text = f"gradients were computed and zeroed {enough} times, and step() of the optimizer was not called"
+    text = f"gradients were computed and zeroed {enough} times without a call of optimizer.step()"
     assert found == [(steps, text)] * (way in ("none", "other layer"))
 
 

@@ -281,7 +281,7 @@ def test_a_bad_step_is_skipped_and_told(
     assert len(advice) == 2
     has_step = under in (under_lightning, under_trainer)  # their training step can be called again
     assert ["replay=step_fn" in one for one in advice] == [not has_step] * 2
-    assert all(one.startswith("on_anomaly='replay'" + " names" * has_step) for one in advice)
+    assert all("on_anomaly='replay'" in one for one in advice)
 
 
 @pytest.mark.parametrize("name", SCALED)

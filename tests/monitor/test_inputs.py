@@ -407,11 +407,12 @@ def setting(name: str, before: float, after: float) -> list[Finding]:
 
 
 SMOOTHED = functools.partial(cross_entropy, label_smoothing=0.1)
-OF_ONE, OF_THE_SAME = "in each of 7 batches looked at, all labels are of one class", "all labels are of the same class"
+OF_ONE = "in each of 7 batches that were inspected, all labels are of one class"
+OF_THE_SAME = "all labels are of one class, the same in all of them"
 NO_LOWER = (
-    "log_softmax takes logits, and gets the output of a {}: the cross-entropy of a sample cannot fall below 0.7437"
+    "log_softmax expects logits but gets the output of a {}: the cross-entropy of a sample cannot fall below 0.7437"
 )
-LOGITS = "{} takes logits, and gets the output of a {}"
+LOGITS = "{} expects logits but gets the output of a {}"
 EYE = torch.eye(4, requires_grad=True)  # stands for a weight
 FOCAL = one_hot(lambda x, y: (binary_cross_entropy_with_logits(x, y, reduction="none") * (x.sigmoid() - y) ** 2).mean())
 BINARY = "binary_cross_entropy_with_logits"
@@ -493,11 +494,11 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     f"a softmax -> {NO_LOWER.format('softmax')}": lambda: askew(SMOOTHED, nn.Softmax(-1)),
     f"a sigmoid -> {NO_LOWER.format('sigmoid')}": lambda: askew(SMOOTHED, nn.Sigmoid()),
     f"a ReLU -> {LOGITS.format('log_softmax', 'ReLU')}": lambda: askew(SMOOTHED, nn.ReLU()),
-    "a softmax, and no graph -> are probabilities already, and the loss takes their softmax":
+    "a softmax, and no graph -> are probabilities already, but the loss applies a softmax":
         lambda: askew(compiled(SMOOTHED), nn.Softmax(-1)),
-    "a sigmoid, and no graph -> are those of a sigmoid, and the loss":
+    "a sigmoid, and no graph -> come from a sigmoid, but the loss":
         lambda: askew(compiled(SMOOTHED), nn.Sigmoid()),
-    "a ReLU, and no graph -> are those of a ReLU, and the loss":
+    "a ReLU, and no graph -> come from a ReLU, but the loss":
         lambda: askew(compiled(SMOOTHED), nn.ReLU()),
     **{
         f"{name} -> {LOGITS.format(taker, made)}": functools.partial(classify, loss, steps=4)
@@ -505,18 +506,18 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     },
     **{f"{name} -> nothing": functools.partial(classify, loss) for name, loss in LOGITS_AS_THEY_ARE.items()},
     "a softmax that comes later -> already": lambda: classify(cross_entropy, Late(nn.Softmax(-1)), steps=102),
-    "a softmax in the loss over the samples -> the loss takes the softmax of the outputs over samples or places in a "
-    "sequence, not over the classes": lambda: classify(lambda x, y: nll_loss(x.log_softmax(0), y), lr=1e-2),
+    "a softmax in the loss over the samples -> the loss applies a softmax to the outputs, over samples or positions "
+    "in a sequence, not over the classes": lambda: classify(lambda x, y: nll_loss(x.log_softmax(0), y), lr=1e-2),
     f"a softmax before that of the loss -> {NO_LOWER.format('softmax')}":
         lambda: classify(lambda x, y: cross_entropy(x.softmax(-1), y), lr=0.02),
     f"the same, with labels that are ignored -> {NO_LOWER.format('softmax')}":
         lambda: classify(lambda x, y: cross_entropy(x.softmax(-1), y, ignore_index=1), lr=0.02),
-    "logarithms over the samples -> are a softmax over samples or places in a sequence, not over the classes":
+    "logarithms over the samples -> are a softmax over samples or positions in a sequence, not over the classes":
         lambda: askew(nll_loss, nn.LogSoftmax(0)),
     "over the samples -> are a softmax over samples": lambda: askew(gathered, nn.Softmax(0)),
     "over the samples, in three dimensions -> are a softmax over samples": lambda: askew(
         lambda x, y: gathered(x[:, 0], y), nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Softmax(0))),
-    "over places -> are a softmax over samples or places": lambda: askew(by_place, places_of(2, 4, nn.LogSoftmax(1))),
+    "over places -> are a softmax over samples or pos": lambda: askew(by_place, places_of(2, 4, nn.LogSoftmax(1))),
     "over classes that come last -> nothing": lambda: askew(by_place, places_of(2, 4, nn.LogSoftmax(2))),
     "over classes that come first -> nothing": lambda: askew(before_places, places_of(4, 2, nn.LogSoftmax(1))),
     "over the classes -> nothing": lambda: askew(gathered, nn.Softmax(1)),
@@ -548,15 +549,15 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     # Targets, and whether outputs follow them
     **{f"{name} -> nothing": functools.partial(fit, name) for name in FITS},
     **{
-        f"{name} of other samples -> {'' if name == 'log probabilities' else 'their targets have a correlation of'}":
+        f"{name} of other samples -> {'' if name == 'log probabilities' else 'the correlation of outputs and targets'}":
             functools.partial(fit, name, other)
         for name in FITS
     },
-    "classes that become equal -> also all labels are of the same class; of 9 before, 9 had several":
+    "classes that become equal -> also the same in all of them; of 9 before them, 9 had several":
         lambda: fit("classes", then(same)),
     "logarithms that become sorted -> also all labels are of one class; of 9 before":
         lambda: fit("log probabilities", then(by_class)),
-    "values that become equal -> also all targets are equal; of 9 before, 9": lambda: fit("squared error", then(same)),
+    "values that become equal -> also all targets are equal; of 9 before": lambda: fit("squared error", then(same)),
     "columns that become equal -> also all targets are equal; of 9": lambda: fit("its sum, two columns", then(same)),
     "targets of an absolute error become equal -> also all targets are equal; of 9":
         lambda: fit("absolute error in a dict", then(same)),
@@ -588,22 +589,22 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "a policy of logarithms -> no correlation": lambda: fitted(by_returns, other(classes), 4, LOG_SOFTMAX),
     "a wrong sign -> also minus a mean or a sum of numbers that are never negative":
         lambda: fitted(lambda x, y: -mse_loss(x, y), score),
-    "targets of 1,000 -> also or more away from outputs": lambda: fitted(mse_loss, lambda step: 1000 * score(step)),
-    "targets of 1,000, absolute errors -> also or more away from outputs":
+    "targets of 1,000 -> also targets differ from outputs": lambda: fitted(mse_loss, lambda step: 1000 * score(step)),
+    "targets of 1,000, absolute errors -> also targets differ from outputs":
         lambda: fitted(smooth_l1_loss, lambda step: 1000 * score(step)),
     "views of the same samples -> nothing": lambda: fitted(contrastive, scores, 4, lr=0.003),
-    "views of other samples -> have a correlation of": lambda: fitted(contrastive, other(scores), 4, lr=0.003),
+    "views of other samples -> the correlation of": lambda: fitted(contrastive, other(scores), 4, lr=0.003),
     "a rate of 1 -> the weights have grown": lambda: fitted(lambda x, y: (x - y).abs().mean(), score, lr=1.0),
     # Settings
-    "a dropout of 0.95 -> 0 layer: the dropout of layer leaves a tenth or less": lambda: dropped(nn.Dropout(0.95)),
+    "a dropout of 0.95 -> 0 layer: the dropout of layer keeps a tenth": lambda: dropped(nn.Dropout(0.95)),
     "attention with it -> 0 layer: the dropout of": lambda: dropped(nn.MultiheadAttention(4, 2, dropout=0.95)),
-    "a dropout of 0.9 -> 0 layer: the dropout of layer leaves": lambda: dropped(nn.Dropout(0.9)),
+    "a dropout of 0.9 -> 0 layer: the dropout of layer keeps": lambda: dropped(nn.Dropout(0.9)),
     "a dropout of 0.89 -> nothing": lambda: dropped(nn.Dropout(0.89)),
     "a dropout of 0.95 in evaluation -> nothing": lambda: dropped(nn.Dropout(0.95).eval()),
     "a dropout that is raised later -> 100 layer: the dropout": lambda: dropped(nn.Dropout(0.1), 0.95),
-    "eps -> 51 eps: eps of group 0 has gone from 0.01 to 0.11, after step 50": lambda: setting("eps", 0.01, 0.11),
+    "eps -> 51 eps: eps of group 0 has changed from 0.01 to 0.11 since step 50": lambda: setting("eps", 0.01, 0.11),
     "a smaller eps -> nothing": lambda: setting("eps", 0.1, 0.001),
-    "a weight decay -> 51 weight_decay: has gone from 0.01 to 0.11": lambda: setting("weight_decay", 0.01, 0.11),
+    "a weight decay -> 51 weight_decay: has changed from 0.01 to 0.11": lambda: setting("weight_decay", 0.01, 0.11),
     "a little more weight decay -> nothing": lambda: setting("weight_decay", 0.01, 0.09),
     "a weight decay after none -> 51 weight_decay: from 0 to 0.51": lambda: setting("weight_decay", 0.0, 0.51),
     "a usual weight decay after none -> nothing": lambda: setting("weight_decay", 0.0, 0.49),
@@ -654,7 +655,7 @@ def test_what_marks_missing_labels_is_information(missing: float, shape: type) -
         assert monitor.is_healthy()
     found = of_rules(monitor, "nonfinite-batch")
     assert [one.severity for one in found] == ["info"] * math.isnan(missing)
-    assert all("loss and gradients are finite, so the program handles it" in one.text for one in found)
+    assert all("gradients of this step are finite, so the program handles it" in one.text for one in found)
 
 
 WAYS = dict.fromkeys(("one of each row", "before another pass"), "info") | dict.fromkeys(
@@ -1439,10 +1440,22 @@ def test_what_begins_or_moves_in_an_unusual_way_is_not_told(layers: Any, seed: i
 # Of a small training: the dtype of its weights, whether autocast computes in float16, by what the loss is multiplied,
 # and what happens to the weights after a step; then the first cause of the first warning, "" for none.
 CAUSES: dict[str, tuple[torch.dtype, bool, float, str, str]] = {
-    "float16": (torch.float16, False, 1e-6, "", "gradients too small for float16"),
-    "float16 by autocast": (torch.float32, True, 1e-6, "", "gradients too small for float16"),
-    "float16 by autocast, with bfloat16 weights": (torch.bfloat16, True, 1e-6, "", "gradients too small for float16"),
-    "float16 by autocast, where all becomes zero": (torch.float32, True, 1e-9, "", "gradients too small for float16"),
+    "float16": (torch.float16, False, 1e-6, "", "gradients that are too small for float16"),
+    "float16 by autocast": (torch.float32, True, 1e-6, "", "gradients that are too small for float16"),
+    "float16 by autocast, with bfloat16 weights": (
+        torch.bfloat16,
+        True,
+        1e-6,
+        "",
+        "gradients that are too small for float16",
+    ),
+    "float16 by autocast, where all becomes zero": (
+        torch.float32,
+        True,
+        1e-9,
+        "",
+        "gradients that are too small for float16",
+    ),
     "float32": (torch.float32, False, 1e-4, "", ""),
     "bfloat16 weights": (torch.bfloat16, False, 1.0, "", "updates below the precision of the weight"),
     "restored weights": (torch.float32, False, 1.0, "restored", "it is not in the optimizer"),

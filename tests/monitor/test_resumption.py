@@ -190,7 +190,7 @@ of_an_older_step = with_part("optimizer", lambda saved, run, earlier: earlier[1]
 the_embedding = with_part("model", lambda saved, *_: {**saved.model, "head.weight": saved.model["embed.weight"]})
 the_average = with_part("model", lambda saved, run, earlier: run.average)
 bfloat16 = lambda: Net().to(torch.bfloat16)  # noqa: E731
-HEAD = "warning head.weight: is not what it was when this state was saved"
+HEAD = "warning head.weight: differs from its value when the monitor's state was saved"
 NONE = "warning embed.weight: the optimizer has no exp_avg of embed.weight and of 19 more"
 ALL = "error embed.weight: the same holds for 19 more"
 
@@ -224,7 +224,7 @@ FAULTS = {
                                          optimize=lambda parameters: Adagrad(parameters, lr=1e-1)),
     "one of its groups": Resumption("warning blocks.0.0.weight: no exp_avg of blocks.0.0.weight and of 11 more",
                                     without_states(1), optimize=two_groups),
-    "the optimizer of an older step": Resumption("warning embed.weight: exp_avg of embed.weight is not what it was",
+    "the optimizer of an older step": Resumption("warning embed.weight: exp_avg of embed.weight differs",
                                                  of_an_older_step),
     "states in another order": Resumption("warning blocks.0.0.weight: the same holds for 3 more",
                                           with_states_exchanged),
