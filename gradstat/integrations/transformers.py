@@ -53,8 +53,8 @@ def install(
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`. ``"replay"`` needs no function here: the
             Trainer's ``training_step`` is called again, on the inputs of the step.
         max_norm: A number or an adaptive clip, applied if ``max_grad_norm`` is 0. None leaves clipping to the Trainer.
-        log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` also adds the norm of each
-            parameter's gradient.
+        log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"findings"`` adds only the numbers of findings
+            and of steps that were not finite, ``"parameters"`` also the norm of each parameter's gradient.
         healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` is False, so that a
             checkpoint with NaN or Inf does not replace the last healthy one.
 
@@ -70,8 +70,8 @@ def install(
     if not isinstance(trainer, Trainer):
         what = f"the class {trainer.__name__}" if isinstance(trainer, type) else type(trainer).__name__
         raise TypeError(f"expected a transformers.Trainer, got {what}; build it first: install(Trainer(model, ...))")
-    if not isinstance(log, bool) and log != "parameters":
-        raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
+    if not isinstance(log, bool) and log not in ("findings", "parameters"):
+        raise ValueError(f"log is {log!r}; expected True, False, 'findings' or 'parameters'")
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
     return GradstatCallback(trainer, log, arguments, max_norm, install, healthy_checkpoints)
 
@@ -244,7 +244,8 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
             self.monitor.flush()  # may raise, depending on policies
             with self._unwatched.suppress_errors(0, "statistics could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
-                logs = {**logs, **values}
+                shown = ("findings", "nonfinite_steps") if self._log == "findings" else ("",)
+                logs = {**logs, **{name: value for name, value in values.items() if name.endswith(shown)}}
                 if "grad/total_norm" in values and not self._engine_clips:
                     logs.setdefault("grad_norm", values["grad/total_norm"])
         return original(logs, *args, **kwargs)

@@ -85,6 +85,15 @@ def test_a_real_model_with_its_default_optimizer(tmp_path: Path) -> None:
     assert logged(trainer, "grad_norm") == pytest.approx(logged(trainer, "grad/total_norm"), rel=1e-4)
 
 
+def test_the_log_may_have_few_numbers(make: Make) -> None:
+    trainer = make()
+    with install(trainer, log="findings"):
+        trainer.train()
+    added = {name for line in trainer.state.log_history for name in line if name.startswith("grad/")}
+    assert added == {"grad/findings", "grad/nonfinite_steps"}
+    assert logged(trainer, "grad_norm")
+
+
 def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
     trainer = make()
     before = (set(vars(trainer)), dict(vars(trainer.accelerator)), list(trainer.callback_handler.callbacks))
