@@ -53,8 +53,8 @@ def install(
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`. ``"replay"`` needs no function here: the
             Trainer's ``training_step`` is called again, on the inputs of the step.
         max_norm: A number or an adaptive clip, applied if ``max_grad_norm`` is 0. None leaves clipping to the Trainer.
-        log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"findings"`` adds only the numbers of findings
-            and of steps that were not finite, ``"parameters"`` also the norm of each parameter's gradient.
+        log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"findings"`` adds only the number of
+            findings and of steps that were not finite, ``"parameters"`` also the norm of each parameter's gradient.
         healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` is False, so that a
             checkpoint with NaN or Inf does not replace the last healthy one.
 
@@ -77,7 +77,7 @@ def install(
 
 
 class GradstatCallback(AccelerateHandle, TrainerCallback):
-    """What ``install()`` returns, and adds to the Trainer's callbacks. A context manager; leaving it calls ``remove()``.
+    """What ``install()`` returns, a callback of the Trainer. A context manager; leaving it calls ``remove()``.
 
     Attributes:
         trainer: The Trainer.
