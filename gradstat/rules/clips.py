@@ -11,11 +11,11 @@ from gradstat.rules.rows import Window
 
 
 class ScaledClip(Rule):
-    """Gradients that are clipped while they carry the loss scale, which divides the limit by that scale.
+    """Gradients that are clipped while they still carry the loss scale, so that the limit is far too low.
 
-    Known exactly, from the order of the program's calls in the first steps, if the monitor has the optimizer. A limit
-    above the root of the scale is taken for one that the program has multiplied by the scale. Clips of gradstat that
-    follow the size of gradients have none. It is reported once.
+    It is known exactly, from the order of the program's calls in the first steps, if the monitor has the optimizer. A
+    limit above the square root of the scale is taken for one that the program has multiplied by the scale. Adaptive
+    clips, which have no limit, are not reported. It is reported once.
     """
 
     name = "scaled-clip"
@@ -31,13 +31,13 @@ class ScaledClip(Rule):
             scale = window.value("loss_scale", row)
             if limit**2 < scale and not self._episodes:
                 self.begins("", step)
-                text = "gradients are clipped while they carry the loss scale, which divides the limit: at a scale of "
-                text += f"{scale:g} a limit of {limit:g} is one of {limit / scale:.3g}"
+                text = f"gradients are clipped to {limit:g} while they still carry the loss scale of {scale:g}, which "
+                text += f"clips the true gradients to {limit / scale:.3g}"
                 yield self.found(max(step - 1, 0), "norm", text, limit=limit, loss_scale=scale)
 
 
 class LateClip(Rule):
-    """Gradients that are clipped after a step, before the next backward pass; needs `gradstat.auto` or an integration.
+    """Gradients that are clipped after the step, which has no effect; needs `gradstat.auto` or an integration.
 
     It is reported once.
     """
@@ -53,5 +53,6 @@ class LateClip(Rule):
         for step, is_late in series(window, "late_clip"):
             if is_late > 0 and not self._episodes:
                 self.begins("", step)
-                text = "gradients were clipped between a step and the next backward pass, which changes nothing"
+                text = "gradients were clipped after optimizer.step() and before the next backward pass, which has no "
+                text += "effect on the training"
                 yield self.found(max(step - 1, 0), "norm", text)

@@ -104,8 +104,8 @@ class LearningRule(Rule):
 def change_in_words(grown: float) -> str:
     """How far weights have come whose norm is ``grown`` times the first one; empty if not by far, or if it is NaN."""
     if grown < SHRUNK:
-        return f"the weights have shrunk to {grown:.2g} of their norm"
-    return f"the weights have grown to {grown:.3g} times their norm" if grown > GROWN else ""
+        return f"the norm of all weights has shrunk to {grown:.2g} times its first value"
+    return f"the norm of all weights has grown to {grown:.3g} times its first value" if grown > GROWN else ""
 
 
 def norms_of_weights(window: Window) -> list[tuple[int, float]]:

@@ -23,21 +23,21 @@ _SPREAD, _REACHES, _FALL = 20.0, 8.0, 10.0
 _FIRST_INPUT = "input[0]"
 _FLAT = (
     "inputs that are never filled, masked out entirely, or multiplied by 0",
-    "inputs that are divided by their scale twice, or normalised by a huge standard deviation",
+    "inputs that are normalised twice, or by a standard deviation that is far too large",
 )
 
 
 class BatchRange(RowsRule):
-    """Inputs far outside of their previous range, or that hardly vary any more: not normalised, damaged, or zero.
+    """Inputs that leave their previous range, hardly vary any more, are all zero, or were never normalised.
 
-    Also a first input that is zero from the beginning on, where no other input is not, or that is in a scale of its
-    own. One of zeros and ones, such as a mask, is not judged by its deviation.
+    The last two concern the model's first input, in the first steps, where no other input has values. An input of
+    zeros and ones, such as a mask, may have any deviation.
     """
 
     name = "batch-range"
     kinds = INPUT_KINDS
-    causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
-    advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
+    causes = ("inputs that are normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
+    advice = ("inspect the samples with the extreme values", "normalise and clip the inputs in the data loader")
 
     _unscaled = carried(0.0)  # the deviation of such an input
     _losses = carried(list[float]())  # the first ones, if there is one
@@ -72,8 +72,8 @@ class BatchRange(RowsRule):
             self._losses += filter(math.isfinite, window.scalars.get("loss", np.empty(0)).tolist())
             later = median(self._losses[32:64]) if len(self._losses) >= 64 else math.inf
             if self._losses and self._losses[0] > _FALL * abs(later):
-                text = f"from the first step on, the model's input {_FIRST_INPUT} has a standard deviation of "
-                text += f"{self._unscaled:.3g}; the loss began at {self._losses[0]:.4g}, and soon it was {later:.4g}"
+                text = f"the model's input {_FIRST_INPUT} has had a standard deviation of {self._unscaled:.3g} since "
+                text += f"the first step; the loss began at {self._losses[0]:.4g} and was {later:.4g} after 64 steps"
                 yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
 
     def _review_one(
@@ -85,7 +85,7 @@ class BatchRange(RowsRule):
         most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
         is_far = value > _FACTOR * most or max(low, -high) > _OFFSET * most
         if is_far and seen >= _KNOWN and most > 0 and self.begins(name, step):
-            text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
+            text = f"the largest magnitude in {name} is {value:.3g}; before this step it was at most {most:.3g}"
             yield self.found(step, name, text, about=kind, largest=value, before=most)
         else:
             self._largest[name] = max(most, value)
@@ -93,8 +93,8 @@ class BatchRange(RowsRule):
         if seen >= _KNOWN and spread * _FACTOR < least:
             self._low_for[name] = self._low_for.get(name, 0) + 1
             if self._low_for[name] == _LOW_FOR and self.begins(f"low {name}", step):
-                now = f"is {low:.3g} everywhere" if low == high else f"has a standard deviation of {spread:.3g}"
-                text = f"{name} {now} for {_LOW_FOR} steps; before, its deviation was at least {least:.3g}"
+                now = f"been {low:.3g} everywhere" if low == high else f"had a standard deviation of {spread:.3g}"
+                text = f"{name} has {now} for {_LOW_FOR} steps; before, its standard deviation was at least {least:.3g}"
                 evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
                 yield self.found(step - _LOW_FOR + 1, name, text, about=kind, causes=_FLAT, **evidence)
         else:

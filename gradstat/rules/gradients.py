@@ -20,7 +20,10 @@ from gradstat.rules.spikes import WINDOW, Jump, LevelRule, Shift, SpikeRule
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
     "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
-    "advice": ("initialise it, or load a checkpoint that contains it", "check which other modules were left out"),
+    "advice": (
+        "initialise this parameter, or load a checkpoint that contains it",
+        "check whether other modules were not initialised either",
+    ),
 }
 # The factor over the median from which on gradients that stay large count: if no loss is known, and if one is, which
 # tells whether they do harm.
@@ -28,26 +31,26 @@ _COUNTS, _COUNTS_BESIDE_A_LOSS = 1.0, 100.0
 
 
 class ExplodingGradient(SpikeRule):
-    """A total norm that is too large compared to those of earlier steps.
+    """A total gradient norm that is far larger than in the steps before.
 
-    An info if it is that of a single step, or, if the loss is known, which tells whether it does harm, less than a
-    hundred times as large.
+    It is an info if it is large in a single step only. If the loss is known, which shows whether it does harm, it is
+    also an info if the norm is less than a hundred times as large.
 
     Args:
-        factor: How many times the median a norm has to be at least.
+        factor: How many times the median of the last steps a norm must be at least.
     """
 
     name = "exploding-gradient"
     quiet = 20
     causes = (
-        "a learning rate too high for this stage, or raised too soon",
-        "an unusual batch, or a loss summed over a batch instead of averaged",
+        "a learning rate that is too high for this stage, or was raised too soon",
+        "an unusual batch, or a loss that is summed over the batch instead of averaged",
         "a recurrent or very deep model without normalisation or clipping",
     )
     advice = (
         Remedy("clip: gradstat.clip_grad_norm_, or gradstat.AutoClip if no limit is known", "clip"),
         "lower the learning rate or lengthen the warm-up",
-        "look at the batch of that step",
+        "inspect the batch of that step",
     )
 
     # Norms have heavy tails, so healthy steps often exceed three standard deviations.
@@ -87,9 +90,9 @@ class ExplodingGradient(SpikeRule):
 
 # Causes of a norm that falls at once.
 _FALLEN = (
-    "a softmax or sigmoid before a loss that applies its own, or a loss or inputs multiplied by less",
-    "a part of the model that was cut off, overwritten, or whose weights decay to zero",
-    "a sudden change of data, to batches that are easier or all alike",
+    "a softmax or sigmoid before a loss that applies its own, or a smaller factor on the loss or the inputs",
+    "a part of the model that was detached or overwritten, or whose weights decay to zero",
+    "a sudden change of the data, to batches that are easier or all the same",
 )
 
 
@@ -108,18 +111,21 @@ _NO_RATE = 100.0  # a fall by more has another reason than a rate that changed b
 
 
 class VanishingGradient(LevelRule):
-    """Gradients almost zero in total, whose level falls at once (an info beside a rival), or shrinking by layers."""
+    """Gradients that are almost zero, drop suddenly and stay low, or shrink from layer to layer.
+
+    A drop is an info where networks train in turn, as in a GAN.
+    """
 
     name = "vanishing-gradient"
     causes = (
         "saturating activations (sigmoid, tanh) in a deep model, or weights initialised too small",
-        "a loss that hardly depends on the parameters: saturated outputs, a scale or mask that is nearly zero",
-        "training has converged",
+        "a loss that hardly depends on the parameters: saturated outputs, or a factor or mask that is nearly zero",
+        "a training that has converged",
     )
     advice = (
         "add residual connections or normalisation",
-        "use ReLU-like activations and an initialisation made for them",
-        "check what the loss is multiplied by",
+        "use ReLU-like activations, and initialise their weights with nn.init.kaiming_normal_",
+        "check the factors that the loss is multiplied by",
     )
 
     _low, _decaying = carried(0), carried(0)
@@ -146,7 +152,7 @@ class VanishingGradient(LevelRule):
         for shift in self._falls(window):
             if self.begins("level", shift.step):
                 before, after = math.exp(shift.before), math.exp(shift.after)
-                text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
+                text = f"the gradient norm falls from about {before:.4g} to about {after:.4g}, and stays there"
                 severity = "info" if window.run.has_rival else None
                 yield self.found(shift.began, "norm", text, "series", severity, _FALLEN, norm=after, before=before)
         rows = window.measured.get("gradient")
@@ -196,7 +202,7 @@ class VanishingGradient(LevelRule):
             name = rows.names[weights[int(depth[smallest])]]
             other = rows.names[weights[int(depth[largest])]]
             ratio = math.exp(logs[smallest] - logs[largest])
-            text = f"gradients vanish layer by layer: that of {name} is {ratio:.2g} times as large as that of {other}"
+            text = f"gradients vanish layer by layer: the gradient of {name} is {ratio:.2g} times that of {other}"
             began = max(0, step - self._decaying + 1)
             yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
 
@@ -206,19 +212,19 @@ _SOON = 5  # steps before reporting that there are no gradients at all
 # causes, advice.
 _CALLED_TOO_EARLY_OR_LATE = {
     True: (
-        "monitor.step() belongs between backward() and optimizer.step(), with no zero_grad() before it",
+        "monitor.step() belongs between backward() and optimizer.step(), with no zero_grad() in between",
         ("monitor.step() is called before backward(), or after optimizer.zero_grad()", "backward() is never called"),
         ("use this order: backward(), monitor.step(loss), the clip, optimizer.step(), optimizer.zero_grad()",),
     ),
     False: (
-        "the optimizer gets no gradients to step with",
+        "optimizer.step() finds no gradients",
         (
             "optimizer.zero_grad() is called between backward() and optimizer.step()",
-            "backward() runs on another copy of the model, not on the parameters that the optimizer has",
+            "backward() runs on another copy of the model, not on the parameters in the optimizer",
         ),
         (
             "use this order: backward(), the clip, optimizer.step(), optimizer.zero_grad()",
-            "make the optimizer after everything that copies, wraps or replaces the model",
+            "make the optimizer after all code that copies, wraps or replaces the model",
         ),
     ),
 }
@@ -246,37 +252,38 @@ class _AbsentGradientRule(LastingRule):
 
 
 _LONG = 5  # so many times as many steps are long
-_CONSECUTIVE = ("consecutive weights that were all initialised to zero, so that no gradient reaches them",)
+_CONSECUTIVE = ("consecutive layers whose weights were all initialised to zero, so that no gradient reaches them",)
 _NO_INPUT = (
-    "the input of the weight is zero: a hidden state that is reset in each step, a mask, ReLU units before it",
+    "an input of this layer that is zero: a hidden state that is reset in each step, a mask, dead ReLU units before it",
     "a multiplication by zero on the way to the loss",
 )
 _OF_ONE = "a normalisation over a single element: the softmax, share or norm of one value is constant"
 _MORE = 2  # a gradient was more than noise once, or it began at zero, as behind a factor of zero, and may grow
-_MEANT = "normalise over all that compete: before a top-k, or with a sigmoid, which needs no others"
+_MEANT = "normalise over all candidates: before the top-k; or use a sigmoid, which needs no normalisation"
 
 
 class DeadGradient(_AbsentGradientRule):
-    """Gradients whose elements are all zero, step after step, or rounding noise beside those of all other weights.
+    """Gradients that are zero in every step, or no more than rounding noise compared with those of other weights.
 
-    Noise counts if it never was anything else.
+    Gradients are reported as noise only if they have never been larger.
 
     Args:
-        in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change.
+        in_a_row: The number of steps in a row after which it is reported. Some models begin with a factor of zero,
+            which the first steps change.
     """
 
     name = "dead-gradient"
     causes = (
-        "ReLU units that are never positive, so that no gradient passes",
+        "dead ReLU units, which are never positive and pass no gradient",
         "a step function on the way to the loss, whose derivative is zero: round, sign, floor",
         "a multiplication by zero on the way to the loss: a mask, a gate, a weight initialised to zero",
-        "a parameter whose result is not used, or only inside a branch that is not taken",
+        "a parameter that the loss does not depend on, or only in a branch that is not taken",
         _OF_ONE,
     )
     advice = (
-        Remedy("look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})", "activations"),
-        "for ReLU units, try a smaller learning rate, another initialisation, LeakyReLU or GELU",
-        "for a step function, a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
+        Remedy("record the module's outputs: gradstat.Monitor(model, watch={'activations': 10})", "activations"),
+        "for dead ReLU units, use a smaller learning rate, another initialisation, LeakyReLU or GELU",
+        "replace a step function by a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
     )
 
     _known = carried(PerName(0))  # of each gradient so far: 0 nothing, 1 that it was noise, or `_MORE`
@@ -287,8 +294,8 @@ class DeadGradient(_AbsentGradientRule):
         noise = self._noise(rows, zero)
         for row, fresh, lengths, since in self.lasting(rows, zero | noise, self.in_a_row):
             if (lengths >= self.in_a_row).sum() == rows.present[row].sum():
-                text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
-                text += "they are zeroed before they are measured"
+                text = f"all gradients have been zero for {self.in_a_row} steps: the loss passes no gradient back, or "
+                text += "gradients are zeroed before they are measured"
                 _, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
                 first = TOO_SMALL * bool(window.run.in_float16 and not window.run.is_scaled)
                 more: dict[str, Any] = {"causes": (*first, *self.causes, *causes), "advice": (*advice, *self.advice)}
@@ -311,7 +318,7 @@ class DeadGradient(_AbsentGradientRule):
             blank = [rows.names[i] for i in fresh if is_blank[i]]
             name = window.run.first_in_backward(blank or whole or names)
             text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
-            text += ", and so are its own: it cannot change" * bool(blank)
+            text += ", and its own elements are zero as well, so it cannot change" * bool(blank)
             more = {} if whole else {"causes": _NO_INPUT}
             if blank:
                 more = {**NEVER_INITIALISED, "causes": (*NEVER_INITIALISED["causes"], *_CONSECUTIVE)}
@@ -330,8 +337,8 @@ class DeadGradient(_AbsentGradientRule):
             return
         if self.begins("gradients", rows.steps[-1]):
             names, in_a_row = [rows.names[i] for i in np.flatnonzero(dead)], int(lengths[dead].min())
-            text = f"the gradients of {len(names)} of {weights.sum()} weights have been zero for {in_a_row} steps"
-            causes = self.led_by("a learning rate so high that a step has silenced these ReLU units")
+            text = f"the gradients of {len(names)} of the {weights.sum()} weights have been zero for {in_a_row} steps"
+            causes = self.led_by("a learning rate so high that one step has turned these ReLU units into dead units")
             began = int(self._since.values_for(rows.names)[dead].max())
             yield self.found(began, "gradients", text, causes=causes, parameters=names[:20], in_a_row=in_a_row)
 
@@ -352,7 +359,7 @@ class DeadGradient(_AbsentGradientRule):
         at = rows.names.index(name)
         ratio = rows.rms[row, at] / usual_size(rows.rms[row, rows.tensors.matrices])
         text = f"the gradient of {name} has been no larger than rounding noise for {self.in_a_row} steps: {ratio:.1g} "
-        text += "times as large as those of other weights"
+        text += "times that of the median weight"
         text += f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
         more = {"parameters": names[:20], "in_a_row": self.in_a_row, "ratio": ratio}
         return self.found(since[at], name, text, "gradient", None, self.led_by(_OF_ONE), (_MEANT,), **more)
@@ -376,21 +383,22 @@ _SMALL = 0.05
 class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
-    An info if they never had one, and the program removed it, or another optimizer may train them, as in a GAN.
+    It is an info if they never had one, and either the program removes it, they are a small part of the model, or
+    another optimizer may train them, as in a GAN.
 
     Args:
-        in_a_row: Number of steps in a row.
+        in_a_row: The number of steps in a row after which it is reported.
     """
 
     name = "missing-gradient"
     causes = (
-        "the parameter is not used in the forward pass",
-        "its result is cut off from the loss: detach(), .data, .item(), torch.no_grad(), an argmax, a comparison",
+        "a parameter that the forward pass does not use",
+        "an operation that detaches it from the loss: detach(), .data, .item(), torch.no_grad(), argmax, a comparison",
         "a reentrant checkpoint around it, none of whose inputs requires a gradient: pass use_reentrant=False",
     )
     advice = (
-        "follow the module's output to the loss and look for what detaches it",
-        "if it is not to be trained, call requires_grad_(False), which also saves memory",
+        "follow the module's output to the loss and find the operation that detaches it",
+        "if the parameter should not train, call requires_grad_(False), which also saves memory",
     )
 
     _resting = carried(dict[str, int]())  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen

@@ -28,17 +28,17 @@ from gradstat.rules.course import (
 from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Window
 
-_NEVER_WARM = "a warm-up of the learning rate that takes far too many steps, or counts others than these"
-_SCALED = "a loss, or gradients, multiplied by almost 0"
-_HARD = "inputs that tell little about the labels, or terms of the loss that work against each other"
+_NEVER_WARM = "a learning rate warm-up over far too many steps, or one that is stepped per epoch instead of per step"
+_SCALED = "a loss or gradients that are multiplied by almost 0"
+_HARD = "inputs that say little about the labels, or terms of the loss that work against each other"
 
 
 class NegativeLoss(TargetsRule):
-    """A loss falls below 0 that has a lowest value: that of a classifier, or one of squares or magnitudes."""
+    """A negative loss that cannot be negative with the right sign: of a classifier, of squares or of magnitudes."""
 
     name = "negative-loss"
     causes = WRONG_SIGN
-    advice = ("turn its sign, unless a lower loss means a better model",)
+    advice = ("change the sign of the loss, unless a lower loss means a better model",)
 
     # A loss is that of guessing, up to its sign, between these shares of it.
     _CLOSE = 0.75, 1.25
@@ -48,11 +48,11 @@ class NegativeLoss(TargetsRule):
         negative = [at for at, loss in enumerate(losses) if loss < 0]
         if negative and window.run.loss_has_no_sign and not window.run.has_rival:
             loss = losses[negative[0]]
-            text = f"the loss is {loss:.4g}, and minus a mean or a sum of numbers that are never negative"
+            text = f"the loss is {loss:.4g}: a mean or sum of numbers that are never negative, with a minus sign"
             yield from self._told(steps[negative[0]], "loss", text, loss=loss)
         for step, _, loss, targets in self.looks(window):
             if targets is not None and targets.squares == "minus":
-                text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
+                text = f"the loss is {loss:.4g}: a sum of squared residuals, with a minus sign"
                 yield from self._told(step, "loss", text, loss=loss)
         for row in self._follow(window) if self._classes or not self._count else ():
             last, soon = self._recent[-SOON:], self._first[:SOON]
@@ -63,7 +63,7 @@ class NegativeLoss(TargetsRule):
             if low * usual < -median(soon) < high * usual:
                 least = high * usual  # minus the loss of guessing, and worse than that
             if -median(last) > least:
-                text = f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
+                text = f"the loss has fallen to {last[-1]:.4g}, but that of a classifier has a lower bound, usually 0"
                 yield from self._told(int(window.steps[row]), "loss", text, loss=last[-1])
 
 
@@ -94,9 +94,9 @@ class _ChangedWeights(LearningRule):
                 loss, chance = median(self._recent[-HALF:]), self._chance
                 # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
                 if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
-                    words = change_in_words(grown) or f"the weights have come to {grown:.2g} times their norm"
-                    text = f"{words} in {self._count} steps, the loss is {loss:.4g}, and "
-                    text += f"{'guessing has' if self._classes else 'it began at'} {chance:.4g}"
+                    words = change_in_words(grown) or f"the norm of all weights is {grown:.2g} times its first value"
+                    text = f"{words} after {self._count} steps; the loss is {loss:.4g}, and "
+                    text += f"{'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
                     yield from self._told(step, self.series, text, grown=grown, loss=loss)
         self._take(window)
         self._is_over |= self._count > self._STEPS
@@ -107,7 +107,7 @@ class _ChangedWeights(LearningRule):
 
 
 class GrowingWeights(_ChangedWeights):
-    """Weights have grown to three times their norm, and far above the size that keeps signals, and the loss stays."""
+    """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high."""
 
     name = "growing-weights"
     causes = RATES
@@ -127,7 +127,7 @@ class GrowingWeights(_ChangedWeights):
 
 
 class ShrinkingWeights(_ChangedWeights):
-    """Weights have shrunk to less than a third of their norm, and the loss stays; or to less than 60 % by decay."""
+    """Weights that shrink to a third of their norm, or under weight decay to 60 % of it, while the loss stays high."""
 
     name = "shrinking-weights"
     causes = ("a weight decay that is far too large",)
@@ -199,16 +199,17 @@ class TinySteps(LearningRule):
 
 
 class NoLearning(LearningRule):
-    """The loss stays at that of guessing: of a classifier, among the samples of a batch, or of two classes.
+    """A loss that stays at that of guessing: among the classes, among the samples of a batch, or between two classes.
 
-    Guessing among C classes has a loss of ln C. The slowest healthy classifiers of gradstat's tests leave it between
-    steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 of that, or more than half
-    of the predictions above chance are right, as where the loss has other terms. Where no outputs were seen, as of a
-    program that calls parts of the model only, nothing is judged: a loss alone does not tell what was learned. Nor does
-    one of several terms, unless predictions or labels were seen: guessing is no measure for their sum.
+    Guessing among C classes gives a loss of ln C. The slowest healthy classifiers of gradstat's tests leave it between
+    steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 times that, or once more
+    than half of the predictions above chance are right, as where the loss has other terms. Nothing is reported if no
+    outputs were seen, as in a program that calls only parts of the model, or if the loss has several terms and neither
+    predictions nor labels were seen: guessing is no measure for their sum.
 
     Args:
-        steps: After so many, and then every 64, the last losses are judged, unless the learning rate still rises.
+        steps: The number of steps after which, and then every 64 steps, the last losses are reviewed, unless the
+            learning rate still rises.
     """
 
     name = "no-learning"
@@ -265,7 +266,7 @@ class NoLearning(LearningRule):
             usual = math.log(max(count, 1.0))  # the number of samples may be unknown, and 0
             is_near = abs(now - usual) < self._NEAR * usual > scatter / 2
             if is_near and low * usual < began < high * usual:
-                text = f"the loss is {now:.4g} after {self._count} steps; guessing among {count:.0f} has {usual:.4g}"
+                text = f"the loss is {now:.4g} after {self._count} steps; guessing among {count:.0f} gives {usual:.4g}"
                 yield from self._told(0, "loss", text, loss=now)
 
     def _judge_classes(self, window: Window, row: int, is_due: bool) -> Iterator[Finding]:
@@ -277,7 +278,7 @@ class NoLearning(LearningRule):
         is_flat = self._classes >= self._MANY and median(self._first) - now < self._FALLEN * now
         is_stuck = (now >= CHANCE * chance or is_flat) and now > self._OF_FIRST * abs(self._first[0])
         if is_due and is_stuck and not (now < chance and self._is_falling()):
-            text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
+            text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes gives "
             name, causes, advice, more = self._likely(window, row)
             yield from self._told(
                 0, name, f"{text}{chance:.4g}{more}", causes=causes, advice=advice, loss=now, chance=chance
@@ -296,10 +297,13 @@ class NoLearning(LearningRule):
             of = GrowingWeights if self._grown > 1 else ShrinkingWeights
             return of.series, of.causes, of.advice, f"; {change}"
         if share > self._CERTAIN:
-            return "loss", FarBeginning.causes, FarBeginning.advice, f"; {share:.0%} of the predictions are certain"
+            return "loss", FarBeginning.causes, FarBeginning.advice, f"; {share:.0%} of the predictions are saturated"
         if norm < self._FADED * self._gradient:
-            causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
+            causes = (
+                "outputs that are saturated, or the same for all inputs",
+                "a loss or inputs that are multiplied by almost 0",
+            )
             text = f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
             return "norm", causes, self.advice, text
-        text = "; predictions are not certain, weights keep their norm, and gradients are not small"
+        text = "; predictions are not saturated, weights keep their norm, and gradients are not small"
         return "loss", (*self.causes, _HARD), self.advice, text

@@ -526,7 +526,8 @@ def test_a_clip_that_changes_nothing_is_told_once(module: Any, name: str, set_to
         unwatched.step()
     zeros = 3 * (when == "early" and not set_to_none)  # gradients of zeros are measured, too
     assert monitor.steps == 4 + zeros
-    text = "gradients were clipped between a step and the next backward pass, which changes nothing"
+    text = "gradients were clipped after optimizer.step() and before the next backward pass, which has no effect on "
+    text += "the training"
     assert [(one.step, one.text) for one in monitor.findings] == [(0, text)] * (when in ("late", "early"))
 
 

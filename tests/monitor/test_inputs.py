@@ -587,14 +587,14 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     # Gradients that only cancel tell no targets.
     "hidden values -> no correlation": lambda: fitted(hidden, other(classes), 4),
     "a policy of logarithms -> no correlation": lambda: fitted(by_returns, other(classes), 4, LOG_SOFTMAX),
-    "a wrong sign -> also minus a mean or a sum of numbers that are never negative":
+    "a wrong sign -> also a mean or sum of numbers that are never negative":
         lambda: fitted(lambda x, y: -mse_loss(x, y), score),
     "targets of 1,000 -> also targets differ from outputs": lambda: fitted(mse_loss, lambda step: 1000 * score(step)),
     "targets of 1,000, absolute errors -> also targets differ from outputs":
         lambda: fitted(smooth_l1_loss, lambda step: 1000 * score(step)),
     "views of the same samples -> nothing": lambda: fitted(contrastive, scores, 4, lr=0.003),
     "views of other samples -> the correlation of": lambda: fitted(contrastive, other(scores), 4, lr=0.003),
-    "a rate of 1 -> the weights have grown": lambda: fitted(lambda x, y: (x - y).abs().mean(), score, lr=1.0),
+    "a rate of 1 -> the norm of all": lambda: fitted(lambda x, y: (x - y).abs().mean(), score, lr=1.0),
     # Settings
     "a dropout of 0.95 -> 0 layer: the dropout of layer keeps a tenth": lambda: dropped(nn.Dropout(0.95)),
     "attention with it -> 0 layer: the dropout of": lambda: dropped(nn.MultiheadAttention(4, 2, dropout=0.95)),
