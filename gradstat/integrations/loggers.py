@@ -120,8 +120,9 @@ def log_report(
     """Writes the statistics of a step to a logger. No host sync besides what the logger does.
 
     Args:
-        target: A TensorBoard ``SummaryWriter``, a wandb run or the module ``wandb``, the module ``mlflow`` (its active
-            run), a Lightning logger, a `JsonlWriter`, a function ``(values, step)``, or a list of several.
+        target: A TensorBoard ``SummaryWriter``, a run of wandb or trackio or one of these modules, the module
+            ``mlflow`` (its active run), a Lightning logger, a `JsonlWriter`, a function ``(values, step)``, or a list
+            of several.
         source: As for `scalars_of`.
         step: The step to log at; None for the monitor's own count. It is required for a report.
         histogram: For TensorBoard, whether to add a histogram of the tensors' log10 norms.
@@ -134,7 +135,9 @@ def log_report(
         TypeError: ``target`` or ``source`` is of an unknown type. The message lists the known ones.
         ValueError: A name is not known, or a report is logged without a step.
     """
-    return ReportLogger(target, histogram=histogram, **choice)(source, step)
+    log = ReportLogger(target, histogram=histogram, **choice)
+    log._told = len(source.findings) if isinstance(source, Monitor) else 0
+    return log(source, step)
 
 
 def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
@@ -148,8 +151,8 @@ def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
     Raises:
         TypeError: ``target`` is of an unknown type. The message lists the known ones.
     """
-    for put, _ in _targets_of(target):
-        put(dict(values), step)
+    for one in _targets_of(target):
+        one.put(dict(values), step)
 
 
 @final
@@ -213,13 +216,16 @@ class JsonlWriter:
 
 
 class ReportLogger:
-    """Calls `log_report` every ``every`` steps; the target's type is examined once. ::
+    """Calls `log_report` every ``every`` steps, and logs new findings as text; the target's type is examined once. ::
 
         log = ReportLogger(SummaryWriter(), every=10, per_tensor=("l2_norm",), top=20)
         for step, batch in enumerate(batches):
             ...
             monitor.step(loss)
             log(monitor)
+
+    Findings are the text ``grad/finding`` at the step that is logged next: of TensorBoard, wandb and trackio, and a
+    file of mlflow's run.
 
     Args:
         target: As for `log_report`.
@@ -238,6 +244,7 @@ class ReportLogger:
         self._choice = Choice(**choice).check()
         self._histogram = histogram
         self._last: int | None = None
+        self._told = 0  # findings
 
     def __call__(self, source: Report | Monitor, step: int | None = None) -> dict[str, float]:
         """Logs if the step is due. A step of a monitor is logged once, however often this is called.
@@ -262,13 +269,17 @@ class ReportLogger:
         at = at if step is None else step
         if at is None:
             raise ValueError("a report has no step number; pass step=")
-        for put, writer in self._targets:
-            put(values, at)
-            if self._histogram and writer is not None:
+        found = source.findings[self._told :] if isinstance(source, Monitor) else []
+        self._told += len(found)
+        for target in self._targets:
+            target.put(values, at)
+            if found and target.put_text is not None:
+                target.put_text(f"{self._choice.prefix}finding", "\n".join(map(str, found)), at)
+            if self._histogram and target.writer is not None:
                 norms = report.to_numpy()["l2_norm"]
                 logs = np.log10(norms[(norms > 0) & np.isfinite(norms)])
                 if len(logs):
-                    writer.add_histogram(self._choice.prefix + "log10_norms", logs, at, bins=30)
+                    target.writer.add_histogram(self._choice.prefix + "log10_norms", logs, at, bins=30)
         return values
 
 
@@ -293,29 +304,53 @@ def _newest_values(source: object, choice: Choice) -> tuple[int | None, Report, 
     return newest.step, newest.report, values
 
 
-def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:
-    """For each logger its fastest ``(values, step)`` call, and a TensorBoard writer or None; TypeError if unknown."""
+class _Target(NamedTuple):
+    """How to reach a logger."""
+
+    put: Callable[[dict[str, float], int], object]  # its fastest call of (values, step)
+    put_text: Callable[[str, str, int], object] | None = None  # of (name, text, step), if it takes texts
+    writer: Any = None  # TensorBoard's, for histograms
+
+
+def _targets_of(target: Any) -> list[_Target]:
+    """How to reach each logger in ``target``; TypeError if one is unknown."""
     if isinstance(target, list | tuple):
         return [one for several in target for one in _targets_of(several)]
     module = getattr(target, "__module__", None) or type(target).__module__
+    name = getattr(target, "__name__", None)
     if isinstance(target, JsonlWriter):
-        return [(target.write, None)]
+        return [_Target(target.write)]
     if hasattr(target, "_get_file_writer") and hasattr(target, "add_scalar"):
-        return [(lambda values, step: _put_summary(target, values, step), target)]
-    if getattr(target, "__name__", None) == "mlflow" and hasattr(target, "log_metrics"):
+        return [_Target(lambda values, step: _put_summary(target, values, step), target.add_text, target)]
+    if name == "mlflow" and hasattr(target, "log_metrics"):
         # A synchronous call would wait for the server in every step.
-        return [(lambda values, step: target.log_metrics(values, step=step, synchronous=False), None)]
-    if hasattr(target, "log") and (getattr(target, "__name__", None) == "wandb" or "wandb" in module.split(".")):
-        return [(lambda values, step: target.log(values, step=step), None)]
+        return [
+            _Target(
+                lambda values, step: target.log_metrics(values, step=step, synchronous=False),
+                lambda name, text, step: target.log_text(text, f"{name}-{step}.txt"),
+            )
+        ]
+    if hasattr(target, "log") and not {"wandb", "trackio"}.isdisjoint((name, *module.split("."))):
+        return [
+            _Target(
+                lambda values, step: target.log(values, step=step),
+                lambda name, text, step: target.log({name: text}, step=step),
+            )
+        ]
     if hasattr(target, "log_metrics") and hasattr(target, "experiment"):  # Lightning's
         if type(target).__name__ == "TensorBoardLogger" and not getattr(target, "_prefix", None):
-            return [(lambda values, step: _put_summary(target.experiment, values, step), None)]
-        return [(lambda values, step: target.log_metrics(values, step), None)]
+            return [
+                _Target(
+                    lambda values, step: _put_summary(target.experiment, values, step),
+                    lambda *text: target.experiment.add_text(*text),
+                )
+            ]
+        return [_Target(lambda values, step: target.log_metrics(values, step))]
     if callable(target):
-        return [(target, None)]
+        return [_Target(target)]
     raise TypeError(
-        f"cannot log to a {type(target).__name__}; expected a TensorBoard SummaryWriter, a wandb run, the module "
-        "mlflow, a Lightning logger, gradstat's JsonlWriter, or a function (values, step)"
+        f"cannot log to a {type(target).__name__}; expected a TensorBoard SummaryWriter, a wandb or trackio run, the "
+        "module mlflow, a Lightning logger, gradstat's JsonlWriter, or a function (values, step)"
     )
 
 

@@ -145,6 +145,36 @@ def test_wandb_gets_one_call_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             run.finish()
 
 
+def test_new_findings_are_texts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the step that is logged next, by each logger that takes texts."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow
+    import wandb
+
+    model = nn.Linear(4, 2)
+    monitor = gradstat.Monitor(model, on_anomaly="record", options={"lag": 0})
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    run = wandb.init(mode="offline", dir=tmp_path, project="gradstat")
+    with SummaryWriter(tmp_path) as board, mlflow.start_run() as started:
+        log = ReportLogger([board, run, mlflow], every=2)
+        for step in range(8):
+            model(torch.full((3, 4), math.nan if step == 3 else 1.0)).sum().backward()
+            monitor.step()
+            log(monitor)
+            model.zero_grad()
+        log_report(board, monitor, 8)
+        assert "NaN" in run.summary["grad/finding"]
+    run.finish()
+    (name,) = [file.path for file in mlflow.MlflowClient().list_artifacts(started.info.run_id, "grad")]
+    assert name == "grad/finding-4.txt"
+    text = mlflow.artifacts.load_text(f"{started.info.artifact_uri}/{name}")
+    assert text.splitlines() == [str(finding) for finding in monitor.findings if finding.step == 3]
+    (event,) = events_in(tmp_path).Tensors("grad/finding/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (4, text)
+
+
 def test_mlflow_gets_one_asynchronous_batch_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
