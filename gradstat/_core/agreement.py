@@ -182,7 +182,7 @@ class Reducer:
 
 
 _ADVICE = (
-    "All ranks have to pass the same tensors, of the same names, shapes and dtypes, in the same order; those that only "
+    "Pass the same tensors on all ranks: the same names, shapes and dtypes, in the same order. Tensors that only "
     "some ranks have need extra_groups"
 )
 

@@ -17,6 +17,7 @@ from gradstat import _fields
 from gradstat._core import native, norms
 from gradstat._core.native import BackendUnavailableError, DeviceModule
 from gradstat._core.tensors import contiguous_for_update, units_of
+from gradstat._core.text import count_of
 from gradstat._core.warn import warn_user
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
@@ -326,7 +327,8 @@ def _status(name: str, device_type: str) -> BackendStatus:
 def _how(name: str, device_type: str) -> str:
     if name == "native":
         if device_type == "cpu":
-            return f"compiled C++, {native.load_cpu().instructions()} instructions, {torch.get_num_threads()} threads"
+            threads = count_of(torch.get_num_threads(), "thread")
+            return f"compiled C++, {native.load_cpu().instructions()} instructions, {threads}"
         return f"compiled CUDA for {native.load_cuda().architectures()}"
     if name == "triton":
         import triton

@@ -90,8 +90,8 @@ def _remove(handles: list[Any]) -> None:
 
 
 NOT_CALLED = (
-    "of a model that was not called, as model(...), in training and outside of transforms of torch.func; hooks see "
-    "neither model.forward(...) nor a call that torch.compile has compiled"
+    "of a model that was never called as model(...) in train mode; hooks do not see model.forward(...), calls inside "
+    "torch.func transforms, or calls that torch.compile has compiled"
 )
 
 

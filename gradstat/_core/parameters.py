@@ -94,7 +94,7 @@ def named_parameters_of(target: object) -> NamedParameters:
     if isinstance(target, Tensor):
         if not (target.is_leaf or target.retains_grad):
             raise ValueError(
-                f"expected parameters, got a tensor that is no leaf: it was computed, by {target.grad_fn}, so "
+                f"expected parameters, got a tensor that is not a leaf: it was computed by {target.grad_fn}, so "
                 "backward() leaves no gradient in it. Pass the model; check_tensors() checks the tensor's own values"
             )
         return NamedParameters([target], lambda: ["parameter"])

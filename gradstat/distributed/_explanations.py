@@ -120,7 +120,7 @@ class _Model:
         for name, members in self._subsets:
             yield from self._of_subset(name, members)
         for name, members in self._subsets:
-            yield self._same(f"nothing but {name} counted", float(self._shares[members].sum()))
+            yield self._same(f"only {name} counted", float(self._shares[members].sum()))
         yield from self._of_other_norms()
         for n in (*_MICRO_BATCHES, *_SCALES):
             what = "a loss scale" if n in _SCALES else "a number of micro-batches"
@@ -146,19 +146,19 @@ class _Model:
         """Mistakes in what is added up over which ranks."""
         own, places = self._own, np.arange(self._world)
         is_reduced = not any(part.differs for part in self._parts)
-        what = "own tensors: these are not added up over ranks" if is_reduced else "own gradients: not reduced yet"
+        what = "own tensors, not summed over ranks" if is_reduced else "own gradients, which are not reduced yet"
         yield _Change(f"each rank reports the norm of its {what}", own)
         for size in (n for n in self._sizes if n < self._world and self._world % n == 0):
             others = self._world // size
-            for which, block in ((f"{size} neighbours", places // size), (f"each {others}th rank", places % others)):
+            for which, block in ((f"{size} neighbours", places // size), (f"every {others}th rank", places % others)):
                 has = np.stack([self._present[:, block == at].any(1) for at in block], 1)
-                yield _Change(f"norms are added up over groups of {which} only", self._shares @ has)
+                yield _Change(f"norms are summed over groups of {which} only", self._shares @ has)
         for what, square in (
             ("largest", own.max()), ("mean", np.sqrt(own).mean() ** 2), ("sum", np.sqrt(own).sum() ** 2),
         ):  # fmt: skip
             yield self._same(f"the {what} of the ranks' own norms is reported", square)
         if len({*self._copies.tolist()}) > 1:
-            yield self._same("every tensor counts on each rank that has it", own.sum())
+            yield self._same("every tensor is counted on each rank that has it", own.sum())
 
     def _of_everything(self) -> Iterator[_Change]:
         return self._of_factors("everything", 1.0)
@@ -175,7 +175,7 @@ class _Model:
                 (f"{name} counted {n} times", n),
                 (f"{name} divided by {of}", 1 / (n * n)),
                 (f"{name} multiplied by {of}", n * n),
-                (f"{name} divided by the root of {of}", 1 / n),
+                (f"{name} divided by the square root of {of}", 1 / n),
             ):
                 yield self._same(words, 1 + (square - 1) * share)
 
@@ -185,7 +185,7 @@ class _Model:
         yield self._same("the square of the norm is reported", whole**2)
         yield self._same("the sum of the tensors' norms is reported", norms.sum() ** 2)
         yield self._same("the largest of the tensors' norms is reported", norms.max() ** 2)
-        yield self._same("the largest magnitude of all elements is reported, the norm of order infinity",
+        yield self._same("the largest magnitude of all elements is reported, which is the norm of order infinity",
                          (largest / whole) ** 2)  # fmt: skip
 
     def _find_subsets(self) -> Iterator[tuple[str, _Flags]]:

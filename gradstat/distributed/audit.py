@@ -76,7 +76,7 @@ class NormAudit(Judged):
         lines = [f"{title}right", f"  counted once: {counted}"]
         if not self.agrees:
             rounding = f"rounding explains a relative difference of {self.tolerance:.1g}"
-            lines[0] = f"{title}WRONG: that of all gradients is {self.whole:.6g} ({rounding})"
+            lines[0] = f"{title}WRONG: the norm of all gradients is {self.whole:.6g} ({rounding})"
         if self.explanations:
             lines.append(f"  {'each of these' if len(self.explanations) > 1 else 'this'} would explain it:")
             lines += lines_of(self.explanations, _SHOWN, lambda one: f"    {one}", "    and {} more")
@@ -339,9 +339,9 @@ def _differing(counted: Sequence[_Counted]) -> Iterator[str]:
     if differing:
         ranks = format_ranks(sorted({rank for one in differing for rank, _ in one}))
         yield (
-            f"{count_of(len(differing), 'gradient')} of the same parameter on {ranks} differ there, "
-            f"{listed([one.first.name for one in differing], _NAMED)}: they were not reduced yet, an all-reduce is "
-            "missing, or the ranks have parts that began alike"
+            f"{count_of(len(differing), 'gradient')} of the same parameters differ between {ranks} "
+            f"({listed([one.first.name for one in differing], _NAMED)}): they were not reduced yet, an all-reduce is "
+            "missing, or the ranks have different parts that were initialised alike"
         )
 
 
@@ -350,6 +350,6 @@ def _unlike(by_rank: Mapping[int, Sequence[_Piece]]) -> Iterator[str]:
     names = {rank: frozenset(piece.name for piece in pieces) for rank, pieces in by_rank.items()}
     (usual, count), *_ = Counter(names.values()).most_common(1)
     for rank, own in names.items() if 2 * count > len(names) else ():
-        for which, only in (("lacks", usual - own), ("alone has", own - usual)):
+        for which, only in (("does not have", usual - own), ("alone has", own - usual)):
             if only:
                 yield f"rank {rank} {which} {count_of(len(only), 'gradient')}, {listed(sorted(only), _NAMED)}"

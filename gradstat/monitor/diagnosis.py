@@ -133,7 +133,7 @@ class Diagnosis(Judged):
         words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]
         return printable(
             f"{' and '.join(words)} in {self.steps:,} steps of {self.model}; it began in step {first.step} with "
-            f"{first.name}: {first.text}" + f"; it ended with {self.ended_by}" * bool(self.ended_by)
+            f"{first.name}: {first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
         )
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ class Diagnosis(Judged):
                     f"<code>{html.escape(f.name)}</code><br>{html.escape(f.text)}"
                     + f"<br>followed by: {html.escape(effects)}"
                     * bool(effects)
-                    + f"<details><summary>causes and remedies</summary><p>likely causes</p>{causes}"
+                    + f"<details><summary>causes and advice</summary><p>likely causes</p>{causes}"
                     f"<p>what to try</p>{advice}</details></li>"
                 )
             out.append("</ol>")
@@ -235,9 +235,9 @@ def _notes(recording: Recording, is_ok: bool) -> Iterator[str]:
     losses, nonfinite = recording.scalars.get("loss"), first_nonfinite(recording)
     if nonfinite is not None:
         step, kind, names = nonfinite
-        yield f"step {step}: NaN or Inf in the {kind} of {listed(names, 1)}, which no rule has judged"
+        yield f"step {step}: NaN or Inf in the {kind} of {listed(names, 1)}; no rule reports it"
     if losses is None:
-        yield "no loss was seen, so that nothing is known about it"
+        yield "no loss was recorded, so the rules on the loss had nothing to review"
         return
     losses = losses[np.isfinite(losses)]
     quarter = len(losses) // 4
@@ -246,7 +246,7 @@ def _notes(recording: Recording, is_ok: bool) -> Iterator[str]:
         if last > first - _FALLS * abs(first):
             yield (
                 f"the loss does not fall: its mean is {first:.4g} in the first {count_of(quarter, 'step')} and "
-                f"{last:.4g} in the last; no-learning judges that of classifiers only, after 256 steps"
+                f"{last:.4g} in the last; the rule no-learning reports it for classifiers only, after 256 steps"
             )
 
 

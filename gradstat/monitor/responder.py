@@ -67,7 +67,7 @@ class Responder:
         self.should_stop = False
         self._votes = None if source.device is None else RankVotes(source.device)
         if self._votes is not None:  # all ranks replay, and mostly one of them has made the NaN
-            replayer.clean = "found nothing on this rank"
+            replayer.clean = "all operations gave finite values on this rank"
         self._requested: set[str] = set()
         self._error: AnomalyError | None = None  # to be raised after the vote
         self._is_withheld = False  # whether the last due checkpoint was
@@ -106,7 +106,7 @@ class Responder:
         wish = SkipRequest(measured.flag)
         if guard is not None and measured.norm is not None:
             backend = self._settings.options.backend
-            with self._unwatched.suppress_errors(pending.step, "the guard could not judge a step"):
+            with self._unwatched.suppress_errors(pending.step, "the guard could not decide about a step"):
                 wish = decision.judged(guard, optimizer, measured.norm, measured.flag, loss, backend)
         return wish
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradstat._core.text import count_of
 from gradstat._core.wrappers import rank_and_size
 from gradstat.guard import SpikeGuard, state_tensor_of
 from gradstat.monitor.arguments import Settings
@@ -203,4 +204,5 @@ class Results:
         name = type(self.recorder.inner).__name__
         is_compared = self.settings.periods["replicas"] > 0 or rank_and_size()[1] == 1
         unknown = "" if is_compared else ", replicas not compared: watch={'replicas': n}"
-        return f"Monitor({name}, {self.steps} steps, {len(self.findings)} findings{unknown})"
+        counts = f"{count_of(self.steps, 'step')}, {count_of(len(self.findings), 'finding')}"
+        return f"Monitor({name}, {counts}{unknown})"

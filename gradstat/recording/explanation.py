@@ -52,7 +52,7 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
             grown = of_kind.change[first, 0] > -_TO_ZERO
             return where, lost.get(kind, "not 0" if grown else f"times {exponential(of_kind.change[first, 0]):.4g}")
     if "batch" in at_first:
-        return "the batch", f"its values are {lost.get('batch', 'distributed otherwise')}"
+        return "the batch", f"its values are {lost.get('batch', 'distributed differently')}"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
         if first == 0 and kind in at_first:
             of_kind = at_first[kind]
@@ -81,14 +81,14 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
             overall = replace(gradient, excess=np.fmax.reduce(gradient.excess[first:], 0)[None])
             if _place(overall, 0) == "everywhere":
                 place = "everywhere" + f", first in {place}" * (place != "everywhere")
-                what += " (data, labels, loss or forward pass" + ", or updates" * (first > 0) + ")"
+                what += " (the data, labels, loss or forward pass" + ", or the updates" * (first > 0) + ")"
             return place, what
     for kind, of_kind in at_first.items():
         if kind != "loss":
             why = "the optimizer, its settings, clipping, or how batches repeat"
             told = f"{plural_of(kind)} are {lost[kind]}" if kind in lost else kind
-            return _place(of_kind, first), f"{told}, not the gradients before ({why})"
-    return "the loss", "not the gradients (how it is reduced, smoothed or reported)"
+            return _place(of_kind, first), f"{told}, though the gradients before are alike ({why})"
+    return "the loss", "though the gradients are alike (how the loss is reduced, smoothed or reported)"
 
 
 def _lost(of_kind: Residuals, window: int) -> str:
@@ -123,8 +123,8 @@ def _scaled(loss: Residuals | None, first: int, factor: float) -> str:
     """Whether the loss changed by the factor of the norms, in words."""
     of_loss = _means(loss.change[first:]) if loss is not None else np.empty(0)
     if of_loss.size and abs(float(of_loss[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor)):
-        return "as the loss (it is scaled)"
-    return "the loss not (the size or variety of batches, or a scale after the loss)"
+        return "like the loss (it is scaled)"
+    return "unlike the loss (the size or variety of batches, or a factor applied after the loss)"
 
 
 def _place(of_kind: Residuals, window: int) -> str:

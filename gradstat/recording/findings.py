@@ -26,11 +26,11 @@ FINDING = {
 # Words shown in place of evidence keys that are meant for programs.
 _WORDS = {
     "all": "not finite",
-    "nonfinite_tensors": "how many are not finite",
+    "nonfinite_tensors": "number that are not finite",
     "nan_count": "NaN elements",
     "inf_count": "Inf elements",
     "numel": "elements",
-    "first": "index of the first",
+    "first": "index of the first NaN or Inf",
     "lr": "learning rate",
 }
 
@@ -49,10 +49,10 @@ class Finding:
     Attributes:
         rule: Name of the rule, ``"nonfinite-gradient"`` for example.
         severity: ``"info"``, ``"warning"`` or ``"error"``.
-        step: The step in which it began, counted from 0; it may have been found later.
-        name: What it is about: a parameter, a module or a series such as ``"loss"``.
-        evidence: The numbers it is based on, by name; JSON-able.
-        causes: Possible causes, the likeliest first.
+        step: The step in which the problem began, counted from 0. It may have been found later.
+        name: The parameter, module or series, such as ``"loss"``, that has the problem.
+        evidence: The numbers that show the problem, by name; JSON-able.
+        causes: Likely causes, the likeliest first.
         advice: What to try, the cheapest first.
         text: What was found, in one sentence.
         about: The kind of ``name``, as in `gradstat.monitor.Recording.tables`, or ``"series"``.

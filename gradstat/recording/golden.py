@@ -64,7 +64,7 @@ class Deviation:
     def __str__(self) -> str:
         what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
         if math.isinf(self.value):
-            told = "absent, and present" if self.feature == "absent" else "not finite, and finite"
+            told = "absent, but present" if self.feature == "absent" else "not finite, but finite"
             return printable(f"{what}: {told} in all golden runs")
         what += f", {self.feature}" if self.feature != "value" else ""
         numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
@@ -104,7 +104,7 @@ class GoldenComparison:
         lines = [printable(f"Structure: {line}") for line in self.structure]
         if not self.comparable:
             lines.append(
-                "Cannot tell: the run has nothing that the golden runs have, or only scalars, or under other names"
+                "Cannot tell: the run and the golden runs have no tensor name in common, or the run has only scalars"
             )
         elif self.ok:
             lines.append(f"Like the {self.runs} golden runs in {steps_in_words(self.steps)}")

@@ -64,10 +64,10 @@ class Culprit:
         sentences = {
             "input": f"was already in an input of the step: {printable(self.name or 'a tensor made before the step')}",
             "parameter": f"was in the parameter or buffer {self.name!r}{others} before the step began",
-            "hook": f"was first made by a hook{of_parameter}{module}",
-            "accumulation": f"was first made when gradients{of_parameter} were added up{module}",
-            "backward": f"was first made in the backward pass, by the derivative of {op}{module}",
-            "forward": f"was first made in the forward pass, by {op}{module}",
+            "hook": f"was first produced by a hook{of_parameter}{module}",
+            "accumulation": f"was first produced when gradients{of_parameter} were accumulated{module}",
+            "backward": f"was first produced in the backward pass, by the derivative of {op}{module}",
+            "forward": f"was first produced in the forward pass, by {op}{module}",
         }
         return f"{what} {sentences[self.phase]}"
 
@@ -84,10 +84,12 @@ class Culprit:
                 lines += [f"  {title}: {words}" for words in self.others]
         if self.also:
             lines.append(
-                "  An optimizer step has spread it. Load an earlier checkpoint; replay before optimizer.step()"
+                "  An optimizer step has spread it: load an earlier checkpoint, and replay before optimizer.step()"
             )
         if self.op == "empty":
-            lines.append("  Its memory came from torch.empty and was not written, or by a kernel unknown to torch.")
+            lines.append(
+                "  Its memory came from torch.empty and was not written, or by a kernel that torch does not see."
+            )
         if len(self.stack) > 1:
             lines += ["  called from, outermost first:", *(f"    {frame}" for frame in self.stack[:-1])]
         return "\n".join(lines)

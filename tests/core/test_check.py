@@ -153,7 +153,7 @@ LOSS = nn.Linear(2, 1)(torch.ones(2)).sum()
         ),
         (gradstat.check, [torch.full((2,), math.nan)], ValueError, "check_tensors"),
         (gradstat.check, {"a": torch.ones(2)}, ValueError, "check_tensors"),
-        (gradstat.check, LOSS, ValueError, r"no leaf: it was computed, by <SumBackward0.*Pass the model"),
+        (gradstat.check, LOSS, ValueError, r"not a leaf: it was computed by <SumBackward0.*Pass the model"),
         (gradstat.check, [nn.Parameter(torch.ones(2)), 5], TypeError, "item 1 is neither"),
         (gradstat.check_tensors, 5, TypeError, "expected a tensor, or tensors in a mapping or sequence, got int"),
         (gradstat.check_tensors, {"a": LOSS, "b": [1.0]}, TypeError, r"'b', got an object of type list"),

@@ -201,20 +201,20 @@ MISTAKES: dict[str, tuple[str, Callable[[Made], float], str]] = {
     "not added up over tensor parallel ranks": ("tp", lambda m: m.own, _OWN),
     "not added up over experts": ("ep", lambda m: m.own, _OWN),
     "counted on each replica": ("ddp", lambda m: m.norm * root(ranks_()), r"everything counted \d times"),
-    "root of the number of shards": ("fsdp2", lambda m: m.norm / root(ranks_()), "everything divided by the root of"),
+    "root of the number of shards": ("fsdp2", lambda m: m.norm / root(ranks_()), "everything divided by the square"),
     "summed, not averaged": ("fsdp2", lambda m: m.norm * ranks_(), r"everything multiplied by \d, the number of ranks"),
     "averaged twice": ("ddp", lambda m: m.norm / ranks_(), r"everything divided by \d, the number of ranks"),
     "micro-batches": ("fsdp2", lambda m: m.norm * 11, "everything is multiplied by 11"),
     "loss scale": ("tp", lambda m: m.norm * 65536, "everything is multiplied by 65536, as by a loss scale"),
     "replicas counted on each rank": (
-        "tp", lambda m: root(sum(own**2 for own in gathered(m.own))), "every tensor counts on each|replicated tensors",
+        "tp", lambda m: root(sum(own**2 for own in gathered(m.own))), "every tensor is counted|replicated tensors",
     ),
     "experts left out": ("ep", lambda m: without(m, "experts"), "(part|blocks).* left out"),
     "experts averaged": ("ep", lambda m: without(m, "experts", ranks_() ** -2), "(part|blocks).* divided by"),
     "experts counted on each rank": ("ep", lambda m: without(m, "experts", ranks_()), "(part|blocks).* counted"),
     "experts multiplied": ("ep", lambda m: without(m, "experts", ranks_() ** 2), "(part|blocks).* multiplied"),
     "tied embedding counted twice": (
-        "pp tied", lambda m: without(m, "embed", 2), "tied tensors .* counted 2|every tensor counts",
+        "pp tied", lambda m: without(m, "embed", 2), "tied tensors .* counted 2|every tensor is counted",
     ),
     "norm layers left out": ("fsdp2", lambda m: without(m, "norm"), r"blocks.\*.norm .* left out"),
     "embedding left out": ("hsdp", lambda m: without(m, "embed"), r"embed .*left out"),
@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Made], float], str]] = {
     ),
     "order 1 of norms": ("ddp", lambda m: sum(norm_of([g]) for g in m.whole.values()), "the sum of the tensors'"),
     "no root": ("fsdp2", lambda m: m.norm**2, "the square of the norm"),
-    "not reduced yet": ("ddp", unreduced, "each rank reports the norm of its own gradients: not reduced yet"),
+    "not reduced yet": ("ddp", unreduced, "each rank reports the norm of its own gradients, which are not"),
     "experts left out, all divided": (
         "ep", lambda m: without(m, "experts") / ranks_(), r"(part|blocks).* left out; and everything divided",
     ),
@@ -291,14 +291,14 @@ def test_an_all_reduce_that_is_missing_is_told_though_the_norm_agrees() -> None:
     assert audit.agrees, audit
     assert not audit.ok
     (told,) = audit.suspicions
-    assert told.startswith("2 gradients of the same parameter on ranks 0, 1 differ there, blocks.0.norm.weight, blocks")
+    assert told.startswith("2 gradients of the same parameters differ between ranks 0, 1 (blocks.0.norm.weight, blocks")
 
 
 @on_ranks(4)
 def test_a_rank_with_other_tensors_than_the_rest_is_told() -> None:
     made = make("ddp", 3)
     named = made.named[:-1] if dist.get_rank() == 2 else made.named
-    assert audit_norm(named, made.norm).suspicions == ("rank 2 lacks 1 gradient, head.weight",)
+    assert audit_norm(named, made.norm).suspicions == ("rank 2 does not have 1 gradient, head.weight",)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     audit = audit_norm(made.named, made.norm, group=halves[dist.get_rank() // 2])
     assert audit.ok

@@ -43,7 +43,7 @@ def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard(layout: str) -
     ("layout", "forgets", "told"),
     [
         ("pp+fsdp2", (), None),
-        ("pp+fsdp2", ("pp_mesh",), "norms are added up over groups of 2"),
+        ("pp+fsdp2", ("pp_mesh",), "norms are summed over groups of 2"),
         ("ep+fsdp2", (), None),
         ("ddp", (), None),
     ],

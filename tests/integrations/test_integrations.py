@@ -338,7 +338,7 @@ def test_a_guard_is_one_argument(under: Any) -> None:
 def test_a_bad_step_is_replayed(under: Any, accumulate: int) -> None:
     bad = frozenset({3 * accumulate - 1, 3 * accumulate + accumulate - 1})  # a pass of step 2, and its replay
     case = Case(accumulate=accumulate, bad_at=bad, watch={"on_anomaly": ["warn", "skip", "replay"]})
-    with pytest.warns(AnomalyWarning, match="step 2: NaN was first made in the forward pass, by log"):
+    with pytest.warns(AnomalyWarning, match="step 2: NaN was first produced in the forward pass, by log"):
         run = under(case)
     culprit = run.handle.monitor.culprit
     assert (culprit.op, culprit.phase) == ("log", "forward")
@@ -473,18 +473,18 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
 
 EXAMPLES = {
     "accelerate_example.py --steps 20": (
-        *("step 10: Inf was first made in the forward pass, by exp in module '3'",),
+        *("step 10: Inf was first produced in the forward pass, by exp in module '3'",),
         "1. nonfinite-loss (error), since step 10",
     ),
     "auto_example.py --steps 30 --output run.gradstat": (
         *("it began in step 15 with 2.weight", "the first at [17, 42]", "all parameters are finite: True"),
     ),
     "lightning_example.py --steps 64 --folder .": (
-        *("replay of step 60", "NaN was first made in the forward pass, by div in module 'body.2'"),
+        *("replay of step 60", "NaN was first produced in the forward pass, by div in module 'body.2'"),
         "return x / x.square().mean(-1, keepdim=True).sqrt()",
     ),
     "transformers_example.py --steps 20": (
-        *("step 10: NaN was first made in the forward pass, by div in module 'transformer.h.1.mlp'",),
+        *("step 10: NaN was first produced in the forward pass, by div in module 'transformer.h.1.mlp'",),
         "1. nonfinite-loss (error), since step 10",
     ),
 }

@@ -276,7 +276,7 @@ def test_of_what_no_rule_judged_the_cause_among_what_is_bad_in_one_step_is_noted
     made.tables |= {"exp_avg": series(2, made.steps), "batch": series(1, made.steps, names=("batch['x']",))}
     for kind in ("gradient", "exp_avg", "batch"):
         made.tables[kind].values[10, 0, NAN] = 1
-    assert Diagnosis.of(made).notes == ("step 10: NaN or Inf in the batch of batch['x'], which no rule has judged",)
+    assert Diagnosis.of(made).notes == ("step 10: NaN or Inf in the batch of batch['x']; no rule reports it",)
     del made.tables["batch"]
     assert Diagnosis.of(made).notes[0].startswith("step 10: NaN or Inf in the gradient of ")
     # The first steps under a loss scaler, which a rule has judged, and a mask of -Inf, are not noted.

@@ -1042,7 +1042,7 @@ _MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "with a scripted part": _with_part(torch.jit.script),
 }
 _COMPILED, _SCRIPTED = "is compiled: torch.compile leaves hooks out", "is scripted: TorchScript calls no hooks"
-_NOT_CALLED = "of a model that was not called"
+_NOT_CALLED = "of a model that was never called"
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")

@@ -171,7 +171,7 @@ def test_a_culprit_tells_what_went_in_what_came_out_and_how_the_step_got_there()
     functions = [frame.split(" in ")[1].split(":")[0] for frame in culprit.stack]
     assert functions == ["<lambda>", "forward", "in_place"]
     text = str(culprit)
-    assert "Inf was first made in the forward pass, by log_ in module '1.0'" in text
+    assert "Inf was first produced in the forward pass, by log_ in module '1.0'" in text
     assert f"at {culprit.source}\n      y.log_()  # in place" in text
     assert "went in: self, 3 float32: 0 to 2, 1 zero, all finite" in text
     told = json.loads(json.dumps(culprit.to_dict(), allow_nan=False))
@@ -229,7 +229,7 @@ def test_an_overflow_when_gradients_of_two_uses_are_added(together: bool) -> Non
     culprit = find_culprit(model, step)
     assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("accumulation", "inf", "1.0.weight", "1.0")
     assert culprit.inputs.ok
-    assert "when gradients of '1.0.weight' were added up" in str(culprit)
+    assert "when gradients of '1.0.weight' were accumulated" in str(culprit)
 
 
 @pytest.mark.parametrize("hook", [BAD_HOOK, IN_PLACE_HOOK, BARE_HOOK])
@@ -294,7 +294,7 @@ def test_a_bad_parameter_and_a_bad_buffer() -> None:
     culprit = find_culprit(model, lambda: model(torch.ones(4, 3)).sum().backward())
     assert (culprit.name, culprit.also) == ("0.weight", 5)
     assert "'0.weight' and in 5 others before the step began" in str(culprit)
-    assert "An optimizer step has spread it." in str(culprit)
+    assert "An optimizer step has spread it:" in str(culprit)
 
 
 # No false culprits ------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
         page.scrub(step)
         assert page.step == f"step {step} of 39"
         assert page("$('#curtain').dataset.measurement") == str(step)
-        assert page.text("worst-title") == f"Worst in step {step}"
+        assert page.text("worst-title") == f"Tensors in step {step}, most unusual first"
         width = page("$('#curtain').getBoundingClientRect().width")
         assert width == pytest.approx(map_width * (39 - step) / 40, abs=4 if step < 39 else 2)
     bars = "$('#profile').data[0].x"

@@ -24,7 +24,7 @@ function drawFindings(data, { onStep, onName }) {
     };
     const lines = (texts) => texts.map((textContent) => element("li", { textContent }));
     part("Evidence", "dl", described(finding.evidence));
-    part("Possible causes", "ol", lines(finding.causes));
+    part("Likely causes", "ol", lines(finding.causes));
     part("What to try", "ol", lines(finding.advice));
     const where = element("div", { className: "where" });
     if (finding.at >= 0) where.append(button("name", `Go to step ${finding.step}`, () => onStep(finding.at)));
@@ -79,7 +79,7 @@ class WorstTable {
   show(data, table, step) {
     Object.assign(this, { table, i: table.measurement(step) });
     const { i } = this;
-    byId("worst-title").textContent = i < 0 ? "Worst" : `Worst in step ${data.steps[table.at[i]]}`;
+    byId("worst-title").textContent = i < 0 ? "Tensors" : `Tensors in step ${data.steps[table.at[i]]}, most unusual first`;
     byId("measured").textContent = i < 0 ? `No ${table.kind} had been measured by this step.`
       : table.at[i] === step ? table.kind : `${table.kind}, last measured in step ${data.steps[table.at[i]]}`;
     this.fill();
