@@ -269,13 +269,19 @@ def is_of_a_layer(name: str, names: Iterable[str]) -> bool:
     return any(other.startswith(bias) for other in names)
 
 
-def reaches(window: Window, numel: float = 1.0) -> Floats:
-    """``[k]``: by how much each step can have moved ``numel`` weights, by norm, without momentum; 0 if not known."""
+def directions(rows: Rows, row: int) -> tuple[Floats, Floats]:
+    """``[n]`` each: sums and ranges over norms, which weight decay does not change; ranges tell of centred weights."""
+    norms = np.maximum(rows.l2_norm[row], 1e-300)
+    return rows.field("sum")[row] / norms, (rows.field("max")[row] - rows.field("min")[row]) / norms
+
+
+def reaches(window: Window) -> Floats:
+    """``[k]``: by how much each step can have moved an element, without momentum; 0 if not known."""
     nothing = np.zeros(len(window.steps))
     groups = (values for name, values in window.scalars.items() if name.partition("[")[0] == "lr")
     rates = np.nan_to_num(functools.reduce(np.fmax, groups, nothing))
     if window.run.step_size != "gradient":
-        return rates * math.sqrt(numel) if window.run.step_size else nothing
+        return rates if window.run.step_size else nothing
     norms: Floats = np.nan_to_num(window.scalars.get("finite_norm", nothing))
     return rates * norms
 

@@ -20,6 +20,7 @@ from gradstat.rules.base import (
     around,
     bounded,
     carried,
+    directions,
     is_of_a_layer,
     median,
     reaches,
@@ -284,12 +285,9 @@ class UnchangedParameter(Rule):
         """Finds that no weight with a gradient moves by more than next to nothing."""
         step, steps = int(rows.steps[row]), int(rows.steps[row]) - self._measured
         moves = np.zeros(len(rows.names))
-        for kept, now in (
-            (self._means, rows.field("sum")[row]),
-            (self._ranges, rows.field("max")[row] - rows.field("min")[row]),  # of weights that are centred, only this
-        ):
-            before, now = kept.values_for(rows.names), now / np.maximum(rows.l2_norm[row], 1e-300)
-            moves = np.maximum(moves, np.abs(now - before))  # which weight decay does not change
+        for kept, now in zip((self._means, self._ranges), directions(rows, row), strict=True):
+            before = kept.values_for(rows.names)
+            moves = np.maximum(moves, np.abs(now - before))
             before[:] = now
         # Not those that began at zero a while ago, such as biases.
         moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
