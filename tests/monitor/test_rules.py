@@ -271,10 +271,11 @@ def begun(weight: float, gradient: list[float] | None = None) -> Story:
     return rows_of("parameter", each((0, 50), [row(weight), row(1e9, 8), row()]), tables={"gradient": table})
 
 
-def decaying(loss: float, size: float, decay: float = 0.1, when: int = 100) -> Story:
+def decaying(loss: float, size: float, decay: float = 0.1, when: int = 100, rate: float = 1e-3) -> Story:
     """Weights that have a size of 0.2 and come to another one, beside a weight decay."""
     looks = covered({"settings": {"weight_decay of group 0": decay}}).observations
-    story = learning([2.1] * 64 + [loss] * 64, weights=(0.2, 0.2), later=(size, 1.0, size), when=when)
+    later = (size, 1.0, size)
+    story = learning([2.1] * 64 + [loss] * 64, weights=(0.2, 0.2), later=later, when=when, lr=[rate] * 128)
     return replace(story, observations=[*story.observations, *looks])
 
 
@@ -374,15 +375,22 @@ def resized(*sizes: float, changes: Sequence[float] = WRITTEN) -> Story:
 
 
 def creeping(
-    rate: float, losses: Sequence[float] = (2.1,) * 192, norm: float = 1.0, first: float | None = None, **run: Any
+    moved: float,
+    losses: Sequence[float] = (2.1,) * 193,
+    largest: float = 0.2,
+    rises: bool = False,
+    norm: float = 1.0,
+    **run: Any,
 ) -> Story:
-    """Like `learning`, with weights that have a norm of 2.26 and 128 elements, a learning rate and a gradient norm.
+    """Like `learning`, with a learning rate that is 1e-6, or rises to it from 0, and a gradient norm.
 
-    The rate is the last one; they rise from the ``first`` one, if there is one.
+    Each of two weights has a norm of 1.6, a ``largest`` element, and has ``moved`` in the last step.
     """
-    rates = np.linspace(rate if first is None else first, rate, len(losses)).tolist()
-    given = {"lr": rates, "finite_norm": [norm] * len(losses)}
-    return replace(learning(losses, weights=(0.2, 0.2), **given), run=RunSettings(**{"step_size": "rate", **run}))
+    given = {"lr": np.linspace(0 if rises else 1e-6, 1e-6, len(losses)).tolist(), "finite_norm": [norm] * len(losses)}
+    story = learning(losses, **given)
+    first, last = ([row(0.2, mean=mean, max=largest), row(1.0, 8)] for mean in (0.0, moved / 40))
+    parameters = Table({0: [*first, first[0]], len(losses) - 1: [*last, last[0]]})
+    return replace(story, tables={**story.tables, "parameter": parameters}, run=RunSettings(**run))
 
 
 def learning(
@@ -909,23 +917,34 @@ STORIES: list[tuple[Any, ...]] = [
     ("a decay that outweighs the loss -> shrinking-weights, warning 100 weight_decay: is 0.55 times its first value",
      decaying(1.1, 0.11), decaying(1.0, 0.11), decaying(1.1, 0.12), decaying(1.1, 0.11, decay=0.0),
      decaying(1.1, 0.11, when=90)),
+    ("a decay that forgets weights -> shrinking-weights, warning 100 weight_decay: is 0.89 times its first value",
+     decaying(0.5, 0.176, rate=0.06), decaying(0.5, 0.19, rate=0.06), decaying(0.5, 0.176, rate=0.04),
+     decaying(0.4, 0.176, rate=0.06)),
     ("most weights have grown -> growing-weights, warning 50 lr: is 2.4 times its first value after 51 steps",
      learning([1.7] * 64, weights=(3.0, 0.2), later=(5.0, 1.0, 5.0)),
      learning([1.7] * 64, weights=(3.0, 1.4), later=(5.0, 1.0, 5.0))),
     ("huge weights -> growing-weights, warning 50 lr: grown to 13.4 times its first value after 51 steps",
      learning([1.1] * 64, weights=(0.2, 0.2), later=(2.65, 1.0, 2.65)),
      learning([1.1] * 64, weights=(0.2, 0.2), later=(2.1, 1.0, 2.1))),
-    ("a rate far too low -> tiny-steps, warning 0 lr: cannot have moved by more than 0.002 of their norm in 192 steps",
-     creeping(2e-6), creeping(2.2e-6), creeping(2e-6, (2.1,) * 191), creeping(2e-6, (2.1,) * 96 + (2.0,) * 96),
-     creeping(2e-6, step_size=""), creeping(2e-6, has_rival=True), creeping(0.0), creeping(2e-6, (-2.1,) * 192),
-     learning((2.1,) * 192, lr=[2e-6] * 192)),
-    ("gradients far too small -> tiny-steps, warning 0 lr: at a learning rate of 0.01; the loss began at 2.1",
-     creeping(0.01, norm=0.0023, step_size="gradient"), creeping(0.01, norm=0.0024, step_size="gradient"),
-     creeping(0.01, norm=0.0023, step_size="gradient", momentum=0.9)),
-    ("a warm-up without end -> tiny-steps, warning 0 lr: at a learning rate of 4.5e-05, 2e-07 more in each; the loss",
-     creeping(4.5e-5, (2.1,) * 256, first=0.0), creeping(4.9e-5, (2.1,) * 256, first=0.0),
-     creeping(4.5e-5, (2.1,) * 255, first=0.0), creeping(4.5e-5, (2.2,) * 128 + (2.1,) * 128, first=0.0),
-     creeping(4.5e-5, (2.1,) * 256)),
+    ("a rate far too low -> tiny-steps, warning 0 lr: has moved by 0.03 of its norm in 193 steps, at a learning rate",
+     creeping(0.029), creeping(0.031), creeping(0.029, (2.1,) * 192), creeping(0.029, (2.1,) * 129 + (1.88,) * 64),
+     creeping(0.029, has_rival=True), creeping(0.0), creeping(0.029, largest=0.5), learning((2.1,) * 193)),
+    ("a rate far too low for weights that were trained -> tiny-steps, warning 0 lr: has moved by 0.0004 of its norm",
+     creeping(4e-4, largest=0.5), creeping(6e-4, largest=0.5), creeping(4e-4, (-2.1,) * 193, largest=0.5),
+     creeping(4e-4, (2.1,) * 129 + (2.05,) * 64, largest=0.5)),
+    ("a negative loss that stays -> tiny-steps, warning 0 lr: the loss began at -2.1 and is -2.3",
+     creeping(0.029, (-2.1,) * 129 + (-2.3,) * 64), creeping(0.029, (-2.1,) * 129 + (-2.4,) * 64)),
+    ("an eps that gradients do not reach -> tiny-steps, warning 0 lr: and an eps of 1, which gradients do not reach",
+     creeping(0.029, optimizer_eps=1.0), creeping(0.031, optimizer_eps=1.0)),
+    ("a warm-up of 48,000 steps -> tiny-steps, warning 0 lr: at a learning rate of 1e-06, 4e-09 more in each; the loss",
+     creeping(0.029, (2.1,) * 241, rises=True, initial_lrs=(2e-4,)),
+     creeping(0.029, (2.1,) * 241, rises=True, initial_lrs=(1e-4,)), creeping(0.029, (2.1,) * 241, rises=True),
+     creeping(0.029, (2.1,) * 240, rises=True, initial_lrs=(2e-4,)),
+     creeping(0.029, (2.1,) * 177 + (2.03,) * 64, rises=True, initial_lrs=(2e-4,))),
+    ("a warm-up of unknown length -> tiny-steps, warning 0 lr: has moved by 0.004 of its norm in 241 steps",
+     creeping(4e-3, (2.1,) * 241, rises=True), creeping(6e-3, (2.1,) * 241, rises=True),
+     creeping(4e-3, (2.1,) * 241, largest=0.5, rises=True),
+     creeping(4e-3, (2.1,) * 241, rises=True, initial_lrs=(1e-4,))),
     ("weights that begin small -> tiny-weights, warning 0 a.weight: half of the weights begin with at most 0.02 times",
      learning([2.1] * 48, weights=(0.007, 0.007)), learning([2.1] * 48, weights=(0.0072, 0.0072)),
      learning([2.1] * 47, weights=(0.007, 0.007)), learning([2.0] * 48, weights=(0.007, 0.007))),
@@ -1124,6 +1143,21 @@ def test_why_nothing_is_learned_is_told_by_one_rule(later: float, told: str) -> 
     story = learning([2.1] * 300, weights=(0.2, 0.2), later=(later,) * 3)
     runner = RuleRunner(default_rules(), 64)
     assert [found.rule for window in story.windows(50) for found in runner.review(window)] == [told]
+
+
+@pytest.mark.parametrize(
+    ("story", "causes"),
+    [
+        (creeping(0.01, step_size="rate"), ["a learning rate far too low"]),
+        (creeping(0.01, step_size="gradient"), ["a learning rate far too low", "a loss or gradients that are multiplied"]),
+        (creeping(0.01, step_size="rate", optimizer_eps=0.1), ["an eps of the optimizer", "a learning rate far"]),
+        (creeping(0.004, (2.1,) * 256, rises=True, step_size="rate"), ["a learning rate warm-up", "a learning rate far"]),
+    ],
+)  # fmt: skip
+def test_why_steps_are_tiny_depends_on_the_optimizer(story: Story, causes: list[str]) -> None:
+    (found,) = findings(new("tiny-steps"), story.windows(64))
+    assert len(found.causes) == len(causes)
+    assert all(map(str.startswith, found.causes, causes))
 
 
 def test_the_newest_rows_keep_no_others_alive() -> None:
