@@ -181,6 +181,7 @@ class TinySteps(LearningRule):
     # Fresh tensors have no element beyond so many times their root mean square. That of a uniform distribution is 1.73;
     # trained ones exceed 2.5.
     _EVEN, _ENOUGH = 1.9, 16
+    _RATE = 1e-3  # from which on one of SGD is usual, so that gradients are blamed first
     _LONG = 40_000  # steps of a warm-up whose end the scheduler knows; that of wav2vec 2.0 takes 32,000
 
     _sums, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # of weights, over their norms, at first
@@ -234,7 +235,7 @@ class TinySteps(LearningRule):
             text += f" and an eps of {run.optimizer_eps:g}, which gradients do not reach"
             causes, advice = [_EPS, *causes], [_USUAL_EPS, *advice]
         elif run.step_size != "rate":
-            causes += [_SCALED]
+            causes.insert(int(rate < self._RATE), _SCALED)
         text += f"; the loss began at {first:.4g} and is {now:.4g}"
         causes = [_NEVER_WARM, *causes] if self._is_warm_up else causes
         yield from self._told(0, "lr", text, causes=causes, advice=advice, moved=moved, lr=rate)

@@ -379,14 +379,14 @@ def creeping(
     losses: Sequence[float] = (2.1,) * 193,
     largest: float = 0.2,
     rises: bool = False,
-    norm: float = 1.0,
+    rate: float = 1e-6,
     **run: Any,
 ) -> Story:
-    """Like `learning`, with a learning rate that is 1e-6, or rises to it from 0, and a gradient norm.
+    """Like `learning`, with a learning ``rate``, which may rise from 0, and a gradient norm of 1.
 
     Each of two weights has a norm of 1.6, a ``largest`` element, and has ``moved`` in the last step.
     """
-    given = {"lr": np.linspace(0 if rises else 1e-6, 1e-6, len(losses)).tolist(), "finite_norm": [norm] * len(losses)}
+    given = {"lr": np.linspace(0 if rises else rate, rate, len(losses)).tolist(), "finite_norm": [1.0] * len(losses)}
     story = learning(losses, **given)
     first, last = ([row(0.2, mean=mean, max=largest), row(1.0, 8)] for mean in (0.0, moved / 40))
     parameters = Table({0: [*first, first[0]], len(losses) - 1: [*last, last[0]]})
@@ -1145,15 +1145,19 @@ def test_why_nothing_is_learned_is_told_by_one_rule(later: float, told: str) -> 
     assert [found.rule for window in story.windows(50) for found in runner.review(window)] == [told]
 
 
+LOW_RATE = "a learning rate far too low"
+
+
 @pytest.mark.parametrize(
     ("story", "causes"),
     [
-        (creeping(0.01, step_size="rate"), ["a learning rate far too low"]),
-        (creeping(0.01, step_size="gradient"), ["a learning rate far too low", "a loss or gradients that are multiplied"]),
-        (creeping(0.01, step_size="rate", optimizer_eps=0.1), ["an eps of the optimizer", "a learning rate far"]),
-        (creeping(0.004, (2.1,) * 256, rises=True, step_size="rate"), ["a learning rate warm-up", "a learning rate far"]),
+        (creeping(0.01, step_size="rate"), [LOW_RATE]),
+        (creeping(0.01, step_size="gradient"), [LOW_RATE, "a loss or gradients that are multiplied"]),
+        (creeping(0.01, rate=2e-3, step_size="gradient"), ["a loss or gradients that are multiplied", LOW_RATE]),
+        (creeping(0.01, step_size="rate", optimizer_eps=0.1), ["an eps of the optimizer", LOW_RATE]),
+        (creeping(0.004, (2.1,) * 256, rises=True, step_size="rate"), ["a learning rate warm-up", LOW_RATE]),
     ],
-)  # fmt: skip
+)
 def test_why_steps_are_tiny_depends_on_the_optimizer(story: Story, causes: list[str]) -> None:
     (found,) = findings(new("tiny-steps"), story.windows(64))
     assert len(found.causes) == len(causes)
