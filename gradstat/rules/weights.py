@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,9 @@ from gradstat.rules.base import (
     risen,
     sizes_of_weights,
 )
+from gradstat.rules.course import RISES
 from gradstat.rules.gradients import NEVER_INITIALISED, VANISHING
-from gradstat.rules.rows import Bools, Rows, Window
+from gradstat.rules.rows import Bools, Floats, Rows, Window
 
 _FACTOR = 100.0  # by which the largest magnitude grew; its square if the loss has not risen
 # Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root. Of the weights
@@ -316,26 +317,45 @@ def _is_half(rows: Rows, name: str) -> bool:
     return info is not None and info.dtype.itemsize <= 2
 
 
-_REGULAR = 2  # intervals in a row with equally many changes per step, before one with more is judged
-# The loss has risen if a median of so many is above all losses of so many steps before, at most so many steps after the
-# measurement. Without a loss, the norm of the gradients is judged.
-_MEDIAN_OF, _ABOVE, _AFTER = 8, 32, 24
+class Moves(NamedTuple):
+    """How far parameters have come since the last look.
+
+    Attributes:
+        steps: So many steps ago; 0 in the first look.
+        changes: By name, how often each was changed in place, as autograd counts it.
+        cosines: By name of a weight, the cosine of some of its elements with what they were.
+        distances: And how far they have moved, by the root mean square.
+    """
+
+    steps: int
+    changes: Mapping[str, int]
+    cosines: Mapping[str, float]
+    distances: Mapping[str, float]
+
+
+# A weight is another one if its cosine with what it was is below the one number, and so many times as far from 1 as
+# that of others. In healthy programs, of 300 steps each, it falls to 0.32 in the first looks, and is up to 4.3 times as
+# far from 1 as the median. Of one that is drawn anew it is 0.23 at most.
+_ANOTHER, _TIMES = 0.8, 5.0
+# Without any sign of a foreign change, it falls from the one number at the last look to below the other.
+_ALIKE, _UNLIKE_BEFORE = 0.9, 0.3
 # Or the norm of the parameter has grown by the one factor or shrunk by the other, and `_USUAL` times as far as ever
 # between two measurements, on a logarithmic scale. Conventions of gradstat.
 _FAR_UP, _FAR_DOWN = 2.0, 30.0
 
 
 class OverwrittenParameter(Rule):
-    """A parameter that something else than the optimizer changed in place, so that its norm went far or the loss rose.
+    """A weight that something else than the optimizer has made another one, or a parameter whose norm it moved far.
 
-    Autograd counts the changes in place of a tensor, and in most programs each step of the optimizer makes as many. One
-    that gets more between two measurements, while others do not, was overwritten. Not known where the optimizer works
-    on ``parameter.data``, which is not counted. Programs may prune, clamp or average, which makes weights smaller and
-    need not raise the loss.
+    Autograd counts the changes in place of a tensor, and each step of the optimizer makes equally many. So one that has
+    more between two looks, and no whole number per step, was written to. Or elements of a weight have moved further
+    than learning rates allow. Or a weight that was like itself from look to look no longer is, though the rate has not
+    risen. Programs may prune, clamp or average, which leaves most of a weight as it was and makes it smaller.
     """
 
     name = "overwritten-parameter"
     quiet = 1000
+    explained_by = ("second-moment-drop",)
     causes = (
         "a layer that is initialised or loaded anew in the middle of the training",
         "a callback that writes to weights: pruning, clamping, averaging, a restored copy",
@@ -343,48 +363,42 @@ class OverwrittenParameter(Rule):
     advice = ("look for code that changes this parameter outside of optimizer.step()",)
 
     _norms, _usual = carried(PerName(math.nan)), carried(PerName(0.0))  # and the largest change of its logarithm
-    _versions, _rates, _regular = carried(PerName(math.nan)), carried(PerName(math.nan)), carried(PerName(0.0))
-    _measured, _since, _until = carried(-1), carried(-1), carried(-1)  # steps; of what waits for the loss, from and to
-    _waiting = carried(dict[str, int]())  # parameters, and when they were found
-    _recent = carried(list[float]())
+    _cosines = carried(PerName(math.nan))  # at the last look
+    _rate, _last_rate = carried(0.0), carried(0.0)  # the largest since the last look, and since the one before
 
     def review(self, window: Window) -> Iterable[Finding]:
-        signal = "loss" if window.scalar("loss") is not None else "finite_norm"
-        values = window.scalars[signal] if signal in window.scalars else np.full(len(window.steps), math.nan)
-        self._recent = [*self._recent, *bounded(values)][-256:]
-        for seen in window.seen.get("versions", []):
-            names = tuple(seen.value)
-            versions, rates = self._versions.values_for(names), self._rates.values_for(names)
-            regular = self._regular.values_for(names)
-            now, steps = np.fromiter(seen.value.values(), np.float64, len(names)), seen.step - self._measured
-            rate = (now - versions) / max(steps, 1)
-            np.copyto(versions, now)
-            self._measured, last = seen.step, self._measured
-            is_same, moved = rate == rates, self._moved(window, seen.step)
-            # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
-            more = (regular >= _REGULAR) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
-            if more.any() and (rate[~more] > 0).any() and not self._waiting:
-                those = [names[i] for i in np.flatnonzero(more) if self.begins(names[i], seen.step)]
-                self._waiting = dict.fromkeys(those, seen.step)
-                self._since, self._until = last, seen.step + _AFTER
-                first = next((name for name in self._waiting if name in moved), None)
-                if first is not None:
+        known = reaches(window) if window.run.step_size == "rate" else np.zeros(len(window.steps))
+        rates, begins = known.tolist(), 0
+        for seen in window.seen.get("moves", []):
+            at = int(window.steps.searchsorted(seen.step)) + 1
+            rate, begins = max([self._rate, *rates[begins:at]]), at
+            moves, names = seen.value, tuple(seen.value.changes)
+            cosines = np.array([moves.cosines.get(name, math.nan) for name in names])
+            foreign = _foreign(moves, names, cosines, rate)
+            others = cosines[~foreign & np.isfinite(cosines)]
+            usual = median(others) if len(others) else 1.0
+            before = self._cosines.values_for(names)
+            sudden = (before > _ALIKE) & (before < 1 - 1e-6) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
+            sudden &= rate <= self._last_rate * RISES
+            another = sudden | (foreign & (cosines < _ANOTHER) & (1 - cosines > _TIMES * (1 - usual)))
+            moved = self._moved(window, seen.step)
+            another |= foreign & np.isin(names, list(moved))
+            those = [names[i] for i in np.flatnonzero(another).tolist() if self.begins(names[i], seen.step)]
+            if those:
+                first, began = next((name for name in those if name in moved), those[0]), seen.step - moves.steps
+                text = f"{first} was changed in place by something else than the optimizer, after step {began}"
+                text += f", and {len(those) - 1} more" * (len(those) > 1)
+                if first in moved:
                     old, new = moved[first]
-                    text = f"the norm of the parameter went from {old:.3g} to {new:.3g}"
-                    yield self._overwritten(first, text, before=old, now=new)
-            regular[:] = np.where(is_same, regular + 1, np.where(rate < rates, regular, 1))
-            np.copyto(rates, rate, where=(rate > rates) | np.isnan(rates))
-        if self._waiting and len(window.steps):
-            last = int(window.steps[-1])
-            at = len(self._recent) - 1 - (last - self._since)
-            before, after = around(self._recent, at, _ABOVE, self._until - self._since + 1)
-            rise = risen(before, after, _MEDIAN_OF) if len(before) == _ABOVE else None
-            if rise is not None:
-                what = "loss" if signal == "loss" else "norm of the gradients"
-                text = f"the {what} rose to {rise:.3g}, above all of the {_ABOVE} steps before"
-                yield self._overwritten(next(iter(self._waiting)), text, highest=max(before), now=rise)
-            elif last >= self._until:
-                self._waiting = {}
+                    text += f"; the norm of the parameter went from {old:.3g} to {new:.3g}"
+                    more: dict[str, Any] = {"before": old, "now": new}
+                else:
+                    more = {"cosine": moves.cosines[first], "others": usual}
+                    text += f"; it is like what it was by a cosine of {more['cosine']:.2g}, and others by {usual:.3g}"
+                yield self.found(began + 1, first, text, "parameter", parameters=those[:20], **more)
+            np.copyto(before, cosines)
+            self._rate, self._last_rate = 0.0, rate
+        self._rate = max([self._rate, *rates[begins:]])
 
     def _moved(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
         """The parameters whose norm has gone far since they were last measured, before ``step``, and both norms."""
@@ -397,14 +411,19 @@ class OverwrittenParameter(Rule):
         is_known = np.isfinite(move)
         least = np.maximum(np.log(np.where(move > 0, _FAR_UP, _FAR_DOWN)), _USUAL * usual)
         far = np.flatnonzero(is_known & (np.abs(move) > least))
-        found = {rows.names[i]: (float(norms[i]), float(now[i])) for i in far}
+        found = {rows.names[i]: (float(norms[i]), float(now[i])) for i in far if now[i] < _FACTOR * norms[i]}
         np.maximum(usual, np.abs(move), out=usual, where=is_known)
         np.copyto(norms, now, where=np.isfinite(now))
         return found
 
-    def _overwritten(self, first: str, rise: str, **evidence: Any) -> Finding:
-        """The finding about the parameter ``first`` and all others that wait, which then wait no more."""
-        names, self._waiting = list(self._waiting), {}
-        text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
-        text += f", and {len(names) - 1} more" * (len(names) > 1) + f"; {rise}"
-        return self.found(self._since + 1, first, text, "parameter", parameters=names[:20], **evidence)
+
+def _foreign(moves: Moves, names: tuple[str, ...], cosines: Floats, rate: float) -> Bools:
+    """Which parameters were changed by something else than steps, at learning rates up to ``rate``, 0 if not known."""
+    changes, weights = np.array([moves.changes[name] for name in names]), np.isfinite(cosines)
+    distances = np.array([moves.distances.get(name, 0.0) for name in names])
+    usual = float(np.median(changes[weights] if weights.any() else changes)) if len(names) else 0.0
+    # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
+    steps = max(moves.steps, 1)
+    is_written = (changes % steps != 0) & (changes > usual) & (usual % steps == 0)
+    foreign: Bools = is_written | ((distances > _SPARE * rate * moves.steps) & (rate > 0))
+    return foreign

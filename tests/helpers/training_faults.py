@@ -208,6 +208,22 @@ def _rarely_steps(training: Training) -> None:
     training.update = lambda: None if next(numbers) % 10 else update()  # type: ignore[method-assign]
 
 
+def every_step(period: int, change: Callable[[nn.Module], object]) -> Callable[[Training], None]:
+    """Changes the model after every so many steps."""
+
+    def breaks(training: Training) -> None:
+        update, numbers = training.update, itertools.count(1)
+
+        def updated() -> None:
+            update()
+            if next(numbers) % period == 0:
+                change(training.model)
+
+        training.update = updated  # type: ignore[method-assign]
+
+    return breaks
+
+
 def _without_branch(model: nn.Module, batch: Batch) -> Tensor:
     hidden = model[1](model[0](batch[0])).detach()  # type: ignore[index]
     return F.cross_entropy(model[2:](hidden), batch[1])  # type: ignore[index]
@@ -372,6 +388,8 @@ FAULTS: tuple[Fault, ...] = (
           loss(lambda model, batch: 1e-7 * cross_entropy(model, batch)), step=0, late=50, further=160),
     Fault("a layer of dead ReLUs: inputs are always negative", "MLP", "dead-gradient", "2.bias",
           lambda training: nn.init.constant_(training.model[2].bias, -1e3), further=60),
+    Fault("a layer is initialised anew every 30 steps", "MLP", "overwritten-parameter", "2.weight",
+          every_step(30, lambda model: model[2].reset_parameters()), step=0, late=1, further=60),
     Fault("a gate is normalised over a single element", "gated MLP", "dead-gradient", "gate.weight", _unbroken,
           lambda seed: train_mlp(seed, model=lambda: _Gated(True)),
           lambda seed: train_mlp(seed, model=lambda: _Gated(False)), step=0, further=40),

@@ -30,6 +30,7 @@ from gradstat.rules.contents import COLUMNS, Contents
 from gradstat.rules.output_facts import ActivatedLogits, Activation, Fit, OutputFacts
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorInfo, TensorSet, Window
 from gradstat.rules.runner import RuleRunner
+from gradstat.rules.weights import Moves
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 SHAPES = ((8, 8), (8,), (8, 8))
@@ -357,21 +358,34 @@ def averaged(steps: int = 50, is_written: bool = True, far: float = 0.2, still: 
 EACH, WRITTEN = (50, 50, 50), (50, 50, 51)
 
 
-def written(*changes: Sequence[float], loss: float = 2.0, sizes: Sequence[float] = ()) -> Story:
-    """Three parameters change in place so often in each interval of 50 steps; then the loss rises, at step 141.
+def written(
+    *changes: Sequence[int], cosine: float = 0.1, before: float = 0.5, others: float = 0.9, distance: float = 0.0,
+    sizes: Sequence[float] = (), rates: Sequence[float] = (0.01,) * 160, **run: Any,
+) -> Story:  # fmt: skip
+    """Three parameters change in place so often in each interval of 50 steps; in the last one, the last moves far.
 
-    The elements of the last one have these ``sizes``, if any, in each look.
+    Its elements have these ``sizes``, if any, in each look.
     """
-    counts = np.cumsum([(0, 0, 0), *changes], axis=0).tolist()
-    looks = [Observation("versions", 50 * i, dict(zip(NAMES, count, strict=True))) for i, count in enumerate(counts)]
+    looks = [
+        Observation("moves", 50 * i, Moves(50, dict(zip(NAMES, count, strict=True)), dict(zip(NAMES, of, strict=True)),
+                                           dict.fromkeys(NAMES[:2], 0.0) | {NAMES[2]: distance * (i == len(changes))}))
+        for i, count in enumerate(changes, 1)
+        for of in [(others, others, cosine if i == len(changes) else before)]
+    ]  # fmt: skip
     weights = {50 * i: [row(1.0), row(1.0, 8), row(size)] for i, size in enumerate(sizes)}
     tables = {"parameter": Table(weights)} if sizes else {}
-    return replace(losses([1.0] * 141 + [loss] * 40), observations=looks, tables=tables)
+    looks.insert(0, Observation("moves", 0, Moves(0, {}, {}, {})))
+    return Story(len(rates), {"lr": list(rates)}, tables, looks, RunSettings(**{"step_size": "rate", **run}))
 
 
-def resized(*sizes: float, changes: Sequence[float] = WRITTEN) -> Story:
+def another(cosine: float = 0.2, before: float = 0.95, others: float = 0.91, **more: Any) -> Story:
+    """Nothing else tells that the last parameter is another."""
+    return written(EACH, EACH, cosine=cosine, before=before, others=others, **more)
+
+
+def resized(*sizes: float, changes: Sequence[int] = WRITTEN) -> Story:
     """The last parameter changes in place once more, and its elements have these sizes."""
-    return written(EACH, EACH, changes, loss=1.0, sizes=sizes)
+    return written(EACH, EACH, changes, cosine=1.0, sizes=sizes)
 
 
 def creeping(
@@ -692,10 +706,18 @@ STORIES: list[tuple[Any, ...]] = [
      beside_losses([0.9] * 100 + [math.nan], 200)),
     ("a bit flip without harm -> parameter-jump, error 100 x: from 1 to 1e+30", beside_losses([0.9] * 101, 1e30)),
     ("a weight, and no loss -> parameter-jump, error 100 x: jumps from 1 to 200", beside_losses([math.nan] * 101, 200)),
-    ("a weight that is written to -> overwritten-parameter, warning 101 b.weight: the loss rose to 2, above all",
-     written(EACH, EACH, WRITTEN), written(EACH, EACH, WRITTEN, loss=1.0), written(EACH, EACH, (51,) * 3),
-     written(EACH, WRITTEN, WRITTEN), written((50, 50, 40), (50, 50, 40), (50, 50, 41)),
-     written(WRITTEN, EACH, WRITTEN), written(EACH, EACH, (50, 50, 49)), written((50, 50, 0), (50, 50, 0), EACH)),
+    ("a weight that is drawn anew -> overwritten-parameter, warning 101 b.weight: like what it was by a cosine of 0.1",
+     written(EACH, EACH, WRITTEN), written(EACH, EACH, WRITTEN, cosine=0.81, others=0.99),
+     written(EACH, EACH, WRITTEN, others=0.81), written(EACH, EACH, EACH), written(EACH, EACH, (51,) * 3),
+     written((50, 50, 40), (50, 50, 40), (50, 50, 41)), written(EACH, EACH, (51, 51, 52))),
+    ("a weight drawn anew at first -> overwritten-parameter, warning 1 b.weight: something else than the optimizer",
+     written(WRITTEN), written(WRITTEN, cosine=0.6)),
+    ("a weight that moves too far -> overwritten-parameter, warning 51 b.weight: like what it was by a cosine of 0.1",
+     written(EACH, EACH, distance=1.6), written(EACH, EACH, distance=1.4), written(EACH, EACH, distance=9, cosine=0.9),
+     written(EACH, EACH, distance=9, step_size=""), written(EACH, EACH, distance=1.6, rates=[0.01] * 99 + [0.02] * 9)),
+    ("a weight that is another at once -> overwritten-parameter, warning 51 b.weight: a cosine of 0.2",
+     another(), another(before=0.89), another(0.31), another(before=1.0), another(others=0.89),
+     another(rates=[0.01] * 60 + [0.02] * 60)),
     ("a scale that falls -> nonpositive-parameter, warning 50 x: of x is -0.001, down from 1 at the start; the loss",
      scales(1, -1e-3), scales(1, 1.1e-3), scales(1, -1e-3, words={}), scales(0, -1e-3)),
     ("a scale near 0 -> nonpositive-parameter, warning 100 x: the smallest element of x is 0.0019, down from 2 at the",

@@ -183,13 +183,16 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
         momenta.append(_number(first))
         given += [group.get("alpha", group.get("rho")) if other is None else other for other in others]
     decays = list(map(_number, given))
+    sizes = [size for kinds, size in _STEP_SIZES if is_torchs and isinstance(optimizer, kinds)]
+    if sizes == ["rate"] and any(_number(group.get("momentum")) for group in groups):
+        sizes = []  # RMSprop's, whose momentum is of steps, and not of gradients
     return {
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
         "momentum": max(momenta),
         # Per step (beta2), the smallest of all groups; 0 if one is not known.
         "second_moment_decay": min(decays) if is_torchs and decays and all(0 < decay < 1 for decay in decays) else 0.0,
         "least_decay": min((float(one) for one in given if is_torchs and isinstance(one, int | float)), default=1.0),
-        "step_size": next((size for kinds, size in _STEP_SIZES if is_torchs and isinstance(optimizer, kinds)), ""),
+        "step_size": sizes[0] if sizes else "",
         "is_torchs": is_torchs,
         "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),

@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradstat._core.host_copy import HostCopy
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_uninitialized
-from gradstat.monitor.probes.base import Part, Pending, Probe, Run, measurable, own_shards
+from gradstat.monitor.probes.base import Part, Pending, Probe, Run, is_plain, measurable, own_shards
+from gradstat.monitor.probes.optimizer import ids_of
 from gradstat.monitor.segments import Segment
 from gradstat.recording.kinds import name_of_state
+from gradstat.rules.weights import Moves
 
 _META = torch.device("meta")
+_SAMPLE = 64  # elements of a weight that are compared from look to look, equally far apart
 
 
 class ParameterValues(Probe):
-    """Also observes how often each was changed in place, as autograd counts it."""
+    """Also observes how often each was changed in place, as autograd counts it, and how far some elements have moved.
+
+    Elements are compared of weights that the optimizer has, or that have a gradient if no optimizer is known.
+    """
 
     watch = "parameters"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._step, self._versions = 0, dict[str, int]()  # of the last look
+        self._names: tuple[str, ...] = ()  # of weights
+        self._sample = torch.empty(0)  # elements of each
 
     def state(self, named: NamedParameters) -> list[Part]:
         return parameters_of(named)
 
-    def take(self, step: Pending, named: NamedParameters) -> Iterable[Part]:
-        yield from self.state(named)
-        versions = {
-            name: parameter._version
-            for name, parameter in zip(named.names(), own_shards(named), strict=True)
-            if parameter.requires_grad and not is_uninitialized(parameter) and not parameter.is_inference()
-        }
-        step.observe("versions", versions)
+    @torch.no_grad()
+    def take(self, step: Pending, named: NamedParameters) -> list[Part]:
+        optimizer, versions, rows, names = self.run.settings.optimizer, dict[str, int](), list[Tensor](), list[str]()
+        trained = None if optimizer is None else ids_of(optimizer)
+        for name, key, parameter in zip(named.names(), map(id, named.parameters), own_shards(named), strict=True):
+            if parameter.requires_grad and not is_uninitialized(parameter) and not parameter.is_inference():
+                versions[name], each = parameter._version, parameter.numel() // _SAMPLE
+                is_trained = parameter.grad is not None if trained is None else key in trained
+                is_beside = not rows or rows[0].device == parameter.device
+                if is_trained and is_beside and each and parameter.dim() > 1 and is_plain(parameter):
+                    rows.append(parameter.reshape(-1)[: each * _SAMPLE : each])
+                    names.append(name)
+        before, last, old, self._step, self._versions = self._sample, self._step, self._versions, step.step, versions
+        is_same, self._names = self._names == tuple(names), tuple(names)
+        self._sample = torch.stack([row.float() for row in rows]) if rows else torch.empty(0)
+        moves = Moves(0, {}, {}, {})
+        if old.keys() == versions.keys() and step.step > last:
+            moves = Moves(step.step - last, {name: versions[name] - old[name] for name in versions}, {}, {})
+        if moves.steps and is_same and rows and before.device == self._sample.device:
+            now, apart = self._sample, self._sample - before
+            numbers = torch.cosine_similarity(now, before, dim=1), apart.square().mean(1).sqrt()
+            copy = HostCopy(torch.stack(numbers).double())
+            step.late["moves"] = functools.partial(_moves, moves, self._names, copy)
+        else:
+            step.observe("moves", moves)
+        return self.state(named)
+
+    def forget(self) -> None:
+        self._versions = {}
+
+
+def _moves(moves: Moves, names: tuple[str, ...], copy: HostCopy) -> Moves:
+    cosines, distances = copy.wait().tolist()
+    return moves._replace(
+        cosines=dict(zip(names, cosines, strict=True)), distances=dict(zip(names, distances, strict=True))
+    )
 
 
 class Buffers(Probe):
