@@ -23,8 +23,8 @@ _NAMED_IN_CAUSE = 3
 class MicroBatches:
     """Checks gradients after every micro-batch of a step without a sync, and waits once, at the step's boundary.
 
-    An accumulated gradient that has become NaN or Inf stays so. A check at the boundary therefore tells which parameter
-    is not finite, but not which micro-batch caused it. ::
+    With gradient accumulation, a gradient that has become NaN or Inf stays so. A check at the end of the step therefore
+    shows which parameter is not finite, but not which micro-batch caused it. ::
 
         micro_batches = gradstat.MicroBatches(model)
         for step in range(steps):

@@ -95,9 +95,10 @@ def auto(
     Args:
         model: The model, for parameter names and everything else that a monitor can watch. May be left out, as in
             ``gradstat.auto(optimizer)``, which uses the optimizer's names (``group0.3``, or its own if it was made from
-            ``named_parameters()``). What the optimizer trains besides is watched as well, under those names.
-        optimizer: Any ``torch.optim.Optimizer``; of what wraps one, as those of Accelerate, Opacus, fastai, the inner.
-            The two may come in either order.
+            ``named_parameters()``). Parameters in the optimizer that are not the model's are watched as well, under
+            those names.
+        optimizer: Any ``torch.optim.Optimizer``, or an object that wraps one, as those of Accelerate, Opacus and
+            fastai. Model and optimizer may come in either order.
         max_norm: If given, gradients are clipped to it after they were measured, as by `gradstat.clip_grad_norm_` or by
             an adaptive clip. Where a loss scaler leaves unscaling to a fused optimizer's step, the clip does so, too.
             Each evaluation of a closure is clipped, by an adaptive clip the first.

@@ -135,7 +135,7 @@ def report_of(labels: Labels, scale: float | None, rows: HostRows, refused: tupl
 
 @never_traced
 def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, backend: str | None = None) -> Report:
-    """As `gradstat.check`, on any tensors: activations, a batch, weights, losses. Needs the same one sync.
+    """Checks any tensors, like `gradstat.check`: activations, a batch, weights, losses. Needs the same one sync.
 
     For a distributed tensor it covers this rank's shard only, so ranks need not call this together.
 

@@ -45,7 +45,7 @@ class GuardCounts:
     """The decisions of a `SpikeGuard` so far.
 
     Attributes:
-        steps: Steps judged.
+        steps: Steps that the guard decided about.
         refused: Steps refused, that is skipped or scaled down.
         by_loss, by_norm: Steps refused because of each value; a step may count in both.
         nonfinite: Steps skipped because a gradient or the loss was NaN or Inf. Not included in ``refused``.
@@ -85,16 +85,18 @@ class SpikeGuard:
 
     With several ranks the loss is first averaged over ``process_group``, by an all-reduce of one number, so that all
     ranks decide alike. Either all ranks pass a loss, or none. Gradients must be the same on all ranks, or be
-    distributed tensors. Inside of DDP's ``join()``, where ranks end at different steps, only the norm is judged.
+    distributed tensors. Inside of DDP's ``join()``, where ranks end at different steps, only the norm decides.
     A state has to be loaded on all ranks or on none: it is compared at the next step, which otherwise raises
     RuntimeError.
 
     Args:
         threshold: How many spreads a value may exceed the median by, at least 0.
         window: The number of values kept of each kind.
-        warmup: Values needed before the first one is judged; None for half of the window. Limits apply from the start.
+        warmup: The number of values before the first one can be an outlier; None for half of the window. Limits apply
+            from the start.
         max_consecutive: After this many refusals in a row, a step that exceeds no limit is taken although it is an
-            outlier, and the statistics restart with its values, since the level has changed. None for no limit.
+            outlier, and the statistics restart with its values, since losses or norms now are of another size. None
+            for no limit.
         scale: The factor, between 0 and 1, that multiplies the gradients of a refused step after any clip; None skips
             the step.
         max_loss, max_norm: Limits above which a value is always refused, even after ``max_consecutive``; the latter

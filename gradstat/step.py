@@ -109,7 +109,7 @@ def guarded_step(
 
     Replaces ``scaler.unscale_``, ``clip_grad_norm_`` and ``optimizer.step`` (or ``scaler.step``). One pass measures the
     gradients. A fused Adam, AdamW, Adagrad or SGD then clips, unscales or skips by itself, using numbers that never
-    leave the device: no host sync, and no pass over the gradients besides the optimizer's own. For any other optimizer,
+    leave the device: no host sync, and no pass over the gradients except the optimizer's own. For any other optimizer,
     gradients are clipped and unscaled in place, only if necessary, and one host sync decides whether ``step`` is called
     at all (none if ``skip_nonfinite`` is False). A skipped step changes no parameter, no state and no step count;
     stepping schedulers is left to the caller.

@@ -50,7 +50,7 @@ class NormPart(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """A mistake, or two, that would make the norm what was reported.
+    """One or two mistakes that would produce the norm that was reported.
 
     Attributes:
         text: The mistake, in words.

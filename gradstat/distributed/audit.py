@@ -46,9 +46,10 @@ class NormAudit(Judged):
         whole: The L2 norm of all gradients of all ranks, each counted once; NaN if one is not finite.
         reported: The norm that each rank reported, in the order of ``ranks``.
         agrees: Whether all reported norms are ``whole``, within ``tolerance``.
-        explanations: If they are not, what would make them so, the simplest first. Several may fit: none is certain.
-        parts: What ``whole`` counts.
-        suspicions: What looks wrong whatever was reported, in words.
+        explanations: If not, mistakes that would produce the reported norms, the simplest first. Several may fit, so
+            none is certain.
+        parts: The gradients, or parts of them, that ``whole`` counts.
+        suspicions: Other signs of a mistake, in words, whatever norm was reported.
         tolerance: The relative difference that rounding explains.
         ranks: The global ranks that took part.
     """
@@ -88,23 +89,24 @@ class NormAudit(Judged):
 
 
 def audit_norm(target: Any, reported: Tensor | float, *, group: dist.ProcessGroup | None = None) -> NormAudit:
-    """Judges the gradient norm that a framework reports, and explains it if it is wrong. ::
+    """Checks the gradient norm that a framework reports, and explains it if it is wrong. ::
 
         loss.backward()
-        norm = the_frameworks_clip(model, max_norm=1e9)  # gradients must be as they were: not clipped
+        norm = the_frameworks_clip(model, max_norm=1e9)  # a limit so high that gradients stay as they are
         print(gradstat.distributed.audit_norm(model, norm))
 
-    A collective, for a step or three: all ranks of the group have to call it. It changes nothing. It reads gradients
-    and parameters twice, gathers about 500 bytes per tensor from each rank, as objects, and waits for the device.
+    It is a collective: all ranks of the group have to call it. Call it in a few steps only. It changes nothing. It
+    reads gradients and parameters twice, gathers about 500 bytes per tensor from each rank, as objects, and waits for
+    the device.
 
-    Which tensors of several ranks are replicas, and count once, is known of distributed tensors and of the flat shards
-    of DeepSpeed and Megatron-Core. Of plain tensors their parameters tell, since replicas begin alike and stay so. Both
-    are compared by random projections, which tell replicas that differ by rounding from parts. Where parameters tell
-    nothing, as the ones and zeros of a fresh layer, the gradients themselves are compared.
+    Replicas on several ranks count once. For distributed tensors and the flat shards of DeepSpeed and Megatron-Core it
+    is known which tensors are replicas. For plain tensors, the parameters show it, since replicas begin equal and stay
+    equal: they are compared by random projections, which separate replicas that differ by rounding from different
+    parts. Where parameters cannot show it, as the ones and zeros of a fresh layer, the gradients are compared.
 
     Args:
         target: As for `gradstat.check`.
-        reported: The norm of the gradients, as they are now, that the framework reports: a number or a tensor of one
+        reported: The norm that the framework reports of the gradients as they are now: a number or a tensor of one
             element, which may differ between ranks.
         group: The ranks that have the model; None for all.
 

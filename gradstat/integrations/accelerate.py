@@ -43,7 +43,7 @@ def install(
 
     The loop stays as it is, and its weights keep their bits, unless a policy or ``max_norm`` changes a step. Gradients
     are measured as by `gradstat.auto`: when they are complete, before Accelerate unscales or clips them or the
-    optimizer steps. ``accelerator.backward`` notes the loss. No host sync on a GPU besides those of `gradstat.Monitor`.
+    optimizer steps. ``accelerator.backward`` notes the loss. No host sync on a GPU except those of `gradstat.Monitor`.
 
     Args:
         accelerator: An ``accelerate.Accelerator``, after ``prepare``.

@@ -117,7 +117,7 @@ def scalars_of(
 def log_report(
     target: Any, source: Report | Monitor, step: int | None = None, *, histogram: bool = False, **choice: Any
 ) -> dict[str, float]:
-    """Writes the statistics of a step to a logger. No host sync besides what the logger does.
+    """Writes the statistics of a step to a logger. No host sync, except in the logger.
 
     Args:
         target: A TensorBoard ``SummaryWriter``, a run of wandb or trackio or one of these modules, the module

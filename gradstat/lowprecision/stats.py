@@ -51,7 +51,7 @@ def quantization_stats(
       finite element that is not zero; +Inf and -Inf if there is none.
 
     By the definitions of the formats a NaN or Inf makes its whole block NaN, or its whole tensor where that has one
-    scale. Here scales follow from the finite elements, so that what the others lose stays visible beside
+    scale. Here scales follow from the finite elements only, so that their losses stay visible next to
     ``nonfinite``. Elements are read as float32, to which float64 ones are rounded first.
 
     Args:

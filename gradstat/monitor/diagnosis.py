@@ -46,15 +46,15 @@ class Diagnosis(Judged):
     Attributes:
         findings: Errors and warnings by the step in which they began. Those of one step are in the order of
             `gradstat.monitor.RULES`, causes before effects: the batch, the state before the step, the forward pass in
-            module order, the loss, the backward pass in its order. A rising loss comes after gradients that are gone.
-            In an incident, an event that was seen comes before what is inferred from numbers and explained by it.
-            Then come errors that follow from another finding, and infos, ordered likewise.
+            module order, the loss, the backward pass in its order. A rising loss comes after gradients that vanished.
+            In an incident, an event that was observed comes before the findings that are inferred from numbers and
+            that it explains. Then come errors that follow from another finding, and infos, in the same order.
         incidents: The errors and warnings in groups, by time.
         steps: How many steps the run had taken.
         model: Class name of the model.
         culprit: What a replay found, in words; empty if there was none.
-        why_nothing: Why no step was seen, if none was and the reason is known.
-        notes: What no rule has judged, in words: that there was no loss, that the loss has not fallen, NaN or Inf.
+        why_nothing: Why no step was recorded, if none was and the reason is known.
+        notes: What no rule reports, in words: that there was no loss, that the loss has not fallen, NaN or Inf.
         ended_by: The exception that ended the run, in words; empty if none is known.
     """
 

@@ -75,13 +75,14 @@ class Monitor(Results):
             argument or of what `check_batch` was given. True only keeps what `replay` needs. Costs tens of microseconds
             per forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
-        max_norm: What gradients are clipped to, if they are. No finding then advises to clip them.
+        max_norm: The norm or adaptive clip that gradients are clipped by, if they are. Findings then do not advise to
+            clip.
         num_classes: Number of classes of the integer tensors passed to `check_batch`; or a mapping by path,
             ``{"batch['labels']": 10}``, if not all of them are labels.
-        guard: Makes ``optimizer`` skip abnormal steps, judged by the norm and the loss given to `step`; and steps that
-            are not finite, like the policy ``"skip"``.
+        guard: Makes ``optimizer`` skip steps whose norm, or loss as given to `step`, is an outlier; and steps that are
+            not finite, like the policy ``"skip"``.
         source: Who takes the steps, where `gradstat.auto` or an integration does; None for a loop that calls `step`.
-        options: Settings that are seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for
+        options: Settings that are rarely changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for
             example: history size, when numbers are read, how often rules run, what a replay and a rollback keep.
 
     Attributes:
@@ -171,10 +172,10 @@ class Monitor(Results):
         fused. For one thread: calls of another wait. After `remove` it only warns, once.
 
         Args:
-            loss: The loss: a tensor of one element, or a number. The graph of the first one tells more than its value.
+            loss: The loss: a tensor of one element, or a number. Pass the tensor: rules read its graph.
             lr: The learning rate; None takes that of the optimizer's first group.
             scalars: More numbers of this step by name, such as an entropy: recorded, shown, and compared with golden
-                runs. A `gradstat.rules.LossSpike` with ``series`` judges one.
+                runs. `gradstat.rules.LossSpike` with ``series`` reviews one.
 
         Returns:
             The new findings. On a GPU they are about the previous step.

@@ -13,7 +13,7 @@ from gradstat._core.text import expect
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """Seldom-changed settings of a `gradstat.Monitor`, which takes these or a mapping of some of them.
+    """Settings of a `gradstat.Monitor` that are rarely changed, passed as ``options``, or as a mapping of some of them.
 
     Attributes:
         history: How many steps are kept for `Monitor.recording`.

@@ -100,7 +100,7 @@ class Results:
             within: How many of the last steps count.
 
         Returns:
-            Whether it may. Of sharded tensors, only this rank's shards are looked at.
+            Whether it may. For sharded tensors, only this rank's shards are checked.
 
         Raises:
             AnomalyError: As `flush`.

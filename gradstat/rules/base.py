@@ -343,7 +343,7 @@ def rule(
 ) -> Callable[[Callable[[Rule, Window], Iterable[Finding]]], type[Rule]]:
     """Turns a function ``(rule, window) -> findings`` into a rule::
 
-        @gradstat.monitor.rule("loss-negative", advice=["look at the sign of the loss"])
+        @gradstat.monitor.rule("loss-negative", advice=["check the sign of the loss"])
         def loss_negative(rule, window):
             loss = window.scalar("loss")
             if loss is not None and (loss < 0).any():

@@ -1290,7 +1290,7 @@ def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
 # Rules of users ------------------------------------------------------------------------------------------------
 
 
-@rule("loss-negative", causes=["a sign"], advice=["look at the sign of the loss"])
+@rule("loss-negative", causes=["a sign"], advice=["check the sign of the loss"])
 def loss_negative(asked: Rule, window: Window) -> Any:
     """A loss below 0."""
     for step, loss in zip(window.steps, window.scalar("loss"), strict=True):
