@@ -212,10 +212,11 @@ class TinySteps(LearningRule):
                 return
 
     def _look_fresh(self, rows: Rows, row: int, is_trained: Bools) -> bool:
-        """Whether half of the weights, or of the other parameters, are as uniform or constant as fresh ones."""
+        """Whether half of the weights are uniform, or half of the other parameters constant, as fresh ones are."""
         judged, is_matrix = is_trained & (rows.tensors.numel >= self._ENOUGH), rows.tensors.matrices
         is_even = rows.max_abs[row] <= self._EVEN * rows.rms[row]
-        groups = is_even[judged & is_matrix], is_even[judged & ~is_matrix]
+        is_constant = rows.field("min")[row] == rows.field("max")[row]
+        groups = is_even[judged & is_matrix], is_constant[judged & ~is_matrix]
         return any(len(group) and group.mean() >= 0.5 for group in groups)
 
     def _judge_moves(self, window: Window, row: int, moved: float, numel: int) -> Iterator[Finding]:

@@ -402,8 +402,9 @@ def creeping(
     """
     given = {"lr": np.linspace(0 if rises else rate, rate, len(losses)).tolist(), "finite_norm": [1.0] * len(losses)}
     story = learning(losses, **given)
-    first, last = ([row(0.2, mean=mean, max=largest), row(1.0, 8)] for mean in (0.0, moved / 40))
-    parameters = Table({0: [*first, first[0]], len(losses) - 1: [*last, last[0]]})
+    first, last = ([row(0.2, mean=mean, max=largest), row(1.0, 16)] for mean in (0.0, moved / 40))
+    rows = {0: [*first, first[0]], len(losses) - 1: [*last, last[0]]}
+    parameters = Table(rows, shapes=((8, 8), (16,), (8, 8)))
     return replace(story, tables={**story.tables, "parameter": parameters}, run=RunSettings(**run))
 
 
