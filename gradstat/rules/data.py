@@ -22,7 +22,7 @@ _KNOWN, _LOW_FOR = 20, 5  # earlier measurements; measurements in a row with a d
 _SPREAD, _REACHES, _FALL = 20.0, 8.0, 10.0
 _FIRST_INPUT = "input[0]"
 _FLAT = (
-    "inputs that are never filled, masked out entirely, or multiplied by 0",
+    "inputs that are zero: never filled, masked out entirely, or multiplied by 0",
     "inputs that are normalised twice, or by a standard deviation that is far too large",
 )
 
