@@ -101,6 +101,35 @@ struct Cpu {
   }
 };
 
+// The table of quantization. `shapes`: a BlockShape for each tensor; `format`: a QuantizationFormat; `largest`:
+// a float32 for each tensor.
+Tensor quantization_rows(const std::vector<Tensor>& tensors, const std::vector<int64_t>& shapes,
+                         const std::vector<double>& format, const Tensor& largest) {
+  using Caller = Dispatcher<Cpu>;
+  const TensorList list = Caller::list(tensors);
+  const auto count = static_cast<size_t>(list.size());
+  Caller::require(shapes.size() == 5 * count && format.size() == 6, "expected 5 numbers for each of ", count,
+                  " tensors and 6 of the format, got ", shapes.size(), " and ", format.size());
+  const TypedView magnitudes = Caller::view(largest, "largest");
+  Caller::require(magnitudes.numel == list.size() && is_row_major(magnitudes) && magnitudes.type.bits == 32,
+                  "largest must have ", count, " contiguous float32 numbers");
+  std::vector<BlockShape> each;
+  for (size_t i = 0; i < count; ++i) {
+    const Entry& entry = list.entries()[i];
+    const int64_t* n = &shapes[5 * i];
+    each.push_back({n[0], n[1], n[2], n[3], n[4]});
+    Caller::require(!entry.is_pair && size_of(entry.dtype) > 1, "tensor ", i, " has an unsupported dtype");
+    Caller::require(each[i].is_supported() && n[0] * n[1] * n[2] == entry.numel, "tensor ", i,
+                    " has no such blocks");
+  }
+  const auto rule = static_cast<ScaleRule>(std::clamp(static_cast<int>(format[0]), 0, 3));
+  const auto at = [&](int i) { return static_cast<float>(format[i]); };
+  Caller::Memory table({list.size(), kQuantizationFields}, DType::kFloat64, list.device_index());
+  quantize_cpu(list.entries(), each, {rule, format[1] != 0, at(2), at(3), at(4), static_cast<int>(format[5])},
+               static_cast<const float*>(magnitudes.data), static_cast<QuantizationRow*>(table.data()));
+  return table.result();
+}
+
 // A device type of which only the tensors are read. Signatures differ from those of any library's own type.
 template <DLDeviceType kType>
 struct Described {
@@ -131,12 +160,14 @@ PyObject* describe(PyObject*, PyObject* listed) {
 STABLE_TORCH_LIBRARY(gradstat, library) {
 #define GRADSTAT_DEFINE(name, schema) library.def(#name schema);
   GRADSTAT_OPERATORS(GRADSTAT_DEFINE)
+  library.def("quantization_rows(Tensor[] tensors, int[] shapes, float[] format, Tensor largest) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) {
 #define GRADSTAT_REGISTER(name, schema) \
   library.impl(#name, TORCH_BOX(&gradstat::Operations<gradstat::Dispatcher<gradstat::Cpu>>::name));
   GRADSTAT_OPERATORS(GRADSTAT_REGISTER)
+  library.impl("quantization_rows", TORCH_BOX(&gradstat::quantization_rows));
 }
 
 // The extension module gradstat._C, which gradstat/_core/native.py imports.

@@ -41,6 +41,8 @@ constexpr int64_t kChunk = 65536;
 // about as long as waking a second thread on a machine with other load.
 constexpr int64_t kTaskBytes = 256 * 1024;
 constexpr int64_t kParallelBytes = 1024 * 1024;
+// The same for quantization, of which an element takes about a nanosecond.
+constexpr int64_t kParallelElements = 64 * 1024;
 // The fixed cost of a tensor, as the number of bytes that could be read in that time.
 constexpr int64_t kTensorBytes = 512;
 
@@ -158,20 +160,22 @@ struct Kernels {
   const char* name;
   void (*read)(const Entry&, int64_t first, int64_t count, double factor, Row& row);
   void (*scale)(const Entry&, int64_t first, int64_t count, double multiplier);
+  void (*quantize)(const Entry&, const BlockShape&, const QuantizationFormat&, float largest, int64_t first,
+                   int64_t last, QuantizationRow& row);
 };
 
 Kernels choose_kernels() {
-  std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale}};
+  std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale, baseline::quantize}};
 #if defined(__x86_64__)
   // Every processor with AVX2 also has F16C, which not all compilers can query.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    supported.push_back({"avx2", avx2::read, avx2::scale});
+    supported.push_back({"avx2", avx2::read, avx2::scale, avx2::quantize});
     // Processors with VBMI2 (Ice Lake, Zen 4 and later) keep their frequency with 64-byte vectors; earlier ones
     // do not.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vbmi2")) {
-      supported.push_back({"avx512", avx512::read, avx512::scale});
+      supported.push_back({"avx512", avx512::read, avx512::scale, avx512::quantize});
     }
   }
 #endif
@@ -314,6 +318,40 @@ void scale_cpu(const std::vector<Entry>& entries, const Multipliers& multipliers
     const Entry& entry = entries[tensor];
     (size_of(entry.dtype) == 1 ? scale_float8 : scale)(entry, first, count, multiplier);
   });
+}
+
+void quantize_cpu(const std::vector<Entry>& entries, const std::vector<BlockShape>& shapes,
+                  const QuantizationFormat& format, const float* largest, QuantizationRow* table) {
+  struct Part {
+    size_t tensor;
+    int64_t first, last;  // tiles
+  };
+  std::vector<Part> parts;
+  int64_t total = 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const int64_t tiles = entries[i].numel > 0 ? shapes[i].tiles() : 0;
+    const int64_t step = std::max<int64_t>(1, kChunk / (shapes[i].width() * shapes[i].block_rows));
+    for (int64_t first = 0; first < tiles; first += step)
+      parts.push_back({i, first, std::min(first + step, tiles)});
+    total += entries[i].numel;
+  }
+  std::vector<QuantizationRow> rows(parts.size());
+  const auto run = [&](int64_t begin, int64_t end) {
+    const KeepsDenormals kept;
+    for (int64_t i = begin; i < end; ++i) {
+      const Part& part = parts[i];
+      kernels().quantize(entries[part.tensor], shapes[part.tensor], format, largest[part.tensor], part.first,
+                         part.last, rows[i]);
+    }
+  };
+  const auto count = static_cast<int64_t>(parts.size());
+  if (total < kParallelElements || ForkedFromThreads::value()) {
+    run(0, count);
+  } else {
+    torch::stable::parallel_for(0, count, 1, run);
+  }
+  std::fill(table, table + entries.size(), QuantizationRow());
+  for (int64_t i = 0; i < count; ++i) table[parts[i].tensor].merge(rows[i]);
 }
 
 const char* cpu_instructions() { return kernels().name; }

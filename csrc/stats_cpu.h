@@ -1,10 +1,11 @@
-// The CPU loops over tensors: rows and scaling.
+// The CPU loops over tensors: rows, scaling, and rows of quantization.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "entry.h"
+#include "quantization.h"
 
 namespace gradstat {
 
@@ -16,6 +17,11 @@ Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0)
 // Multiplies the elements of each entry by its multiplier, in float32 for types narrower than that. Entries
 // whose multiplier is exactly 1 are not touched.
 void scale_cpu(const std::vector<Entry>& entries, const Multipliers& multipliers);
+
+// Fills table[i] with what entries[i], in blocks of shapes[i], would lose in a format. Parallel as rows_cpu.
+// `largest`: the largest finite magnitude of each tensor, if the format needs it.
+void quantize_cpu(const std::vector<Entry>& entries, const std::vector<BlockShape>& shapes,
+                  const QuantizationFormat& format, const float* largest, QuantizationRow* table);
 
 // The instruction set chosen for this machine, for `python -m gradstat info`.
 const char* cpu_instructions();

@@ -683,6 +683,8 @@ void scale(const Entry& entry, int64_t first, int64_t count, double multiplier) 
               [&](auto type, auto* values) { scale_values<decltype(type)>(values, count, multiplier); });
 }
 
+#include "quantization_cpu_kernel.h"
+
 }  // namespace GRADSTAT_NAMESPACE
 
 #undef GRADSTAT_MM

@@ -7,16 +7,24 @@ bit, except that the errors and squares of a block are added in float32, in unit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+
+from gradstat.kernels._table import on_device
 
 FIELD_COUNT = tl.constexpr(11)
 LARGEST_FLOAT32 = tl.constexpr(2.0**128 - 2.0**104)
 INF = tl.constexpr(float("inf"))
 LARGEST_E4M3 = tl.constexpr(448.0)
-# The rules of scales.
-RULES = {"float32": 0, "floor": 1, "ceil": 2, "two-level": 3}
-FLOAT32, FLOOR, _, TWO_LEVEL = map(tl.constexpr, RULES.values())
+FLOAT32, FLOOR, _, TWO_LEVEL = map(tl.constexpr, range(4))  # the rules of scales
+
+# The numbers of a format (gradstat.lowprecision.formats.Format.numbers) that the kernel is compiled for.
+FORMAT = ("RULE", "IS_WHOLE", "STEPS", "LEAST", "LARGEST", "GREATEST")
+PROGRAM = 4096  # elements of most programs
 
 
 @triton.jit
@@ -65,44 +73,38 @@ def _as_float32(magnitude):
 
 
 @triton.jit
-def _rounded(magnitude, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+def _rounded(magnitude, STEPS: tl.constexpr, LEAST: tl.constexpr):
     """Rounded to the nearest element, halves to even, as if there were no largest element; see the reference."""
     power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    shift = tl.maximum(power, LEAST) * (1.5 * 2.0 ** (23 - MANTISSA))
+    shift = tl.maximum(power, LEAST) * STEPS
     return (magnitude + shift) - shift
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """2**exponent in float64."""
-    return ((1023 + exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _scales(amax, largest, RULE: tl.constexpr, LARGEST: tl.constexpr, GREATEST: tl.constexpr):
     """For blocks: multiplier and scale; what elements are measured by, which is not 0 where a multiplier is."""
-    if RULE == FLOAT32:
-        multiplier = tl.minimum(tl.div_rn(tl.zeros_like(amax) + LARGEST, amax), LARGEST_FLOAT32)
-        decode = tl.div_rn(tl.zeros_like(amax) + 1.0, multiplier)
-        return multiplier, decode.to(tl.float64), multiplier, decode.to(tl.float64)
+    one = tl.zeros_like(amax) + 1.0
     if RULE == TWO_LEVEL:
-        of_tensor = tl.minimum(tl.div_rn(tl.zeros_like(amax) + LARGEST_E4M3 * LARGEST, largest), LARGEST_FLOAT32)
-        decode = tl.div_rn(tl.zeros_like(amax) + 1.0, of_tensor)
-        sixth = tl.div_rn(tl.zeros_like(amax) + 1.0, tl.zeros_like(amax) + LARGEST)
-        code = tl.minimum(_rounded(amax * (of_tensor * sixth), 3, 2.0**-6), LARGEST_E4M3)
+        of_tensor = tl.minimum(tl.div_rn(one * (LARGEST_E4M3 * LARGEST), largest), LARGEST_FLOAT32)
+        decode = tl.div_rn(one, of_tensor)
+        sought = amax * (of_tensor * tl.div_rn(one, one * LARGEST))
+        code = tl.minimum(_rounded(sought, 1.5 * 2.0**20, 2.0**-6), LARGEST_E4M3)
         is_lost = code == 0
-        product = tl.where(is_lost, 1.0, code * decode)
-        multiplier = tl.minimum(tl.div_rn(tl.zeros_like(amax) + 1.0, product), LARGEST_FLOAT32)
-        scale = code.to(tl.float64) * decode.to(tl.float64)
-        unit = tl.where(is_lost, of_tensor, multiplier)
-        return tl.where(is_lost, 0.0, multiplier), scale, unit, tl.where(is_lost, decode.to(tl.float64), scale)
-    if RULE == FLOOR:
-        exponent = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - (127 + GREATEST), -127)
+        multiplier = tl.minimum(tl.div_rn(one, tl.where(is_lost, 1.0, code * decode)), LARGEST_FLOAT32)
+        unit_scale = tl.where(is_lost, 1.0, code).to(tl.float64) * decode.to(tl.float64)
+        scale = tl.where(is_lost, 0.0, unit_scale)
+        return tl.where(is_lost, 0.0, multiplier), scale, tl.where(is_lost, of_tensor, multiplier), unit_scale
+    if RULE == FLOAT32:
+        multiplier = tl.minimum(tl.div_rn(one * LARGEST, amax), LARGEST_FLOAT32)
     else:
-        bits = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
-        exponent = tl.where(bits <= 0x400000, -127, ((bits + 0x7FFFFF) >> 23) - 127)
-    multiplier = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    return multiplier, _power_of_two(exponent), multiplier, _power_of_two(exponent)
+        if RULE == FLOOR:
+            exponent = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - (127 + GREATEST), -127)
+        else:
+            bits = tl.div_rn(amax, one * LARGEST).to(tl.int32, bitcast=True)
+            exponent = tl.where(bits <= 0x400000, -127, ((bits + 0x7FFFFF) >> 23) - 127)
+        multiplier = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(one, multiplier).to(tl.float64)
+    return multiplier, scale, multiplier, scale
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def rows_kernel(
     chunks,
     RULE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    MANTISSA: tl.constexpr,
+    STEPS: tl.constexpr,
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     GREATEST: tl.constexpr,
@@ -163,7 +165,7 @@ def rows_kernel(
     multiplier, scale, unit, unit_scale = _scales(amax, of_tensor, RULE, LARGEST, GREATEST)
 
     magnitude = _as_float32(exact)
-    rounded = _rounded(magnitude * multiplier, MANTISSA, LEAST)
+    rounded = _rounded(magnitude * multiplier, STEPS, LEAST)
     code = tl.minimum(rounded, LARGEST)
     _store(row, 2, _sum((rounded > LARGEST).to(tl.int32), JOINS))
     if exact.dtype == tl.float64:
@@ -182,6 +184,45 @@ def rows_kernel(
     _store(row, 1, flushed)
     _store(row, 7, (flushed > 0).to(tl.int32))
     # Rounding keeps the order, so that nothing of a block is kept if its largest element is not.
-    _store(row, 8, ((greatest > 0) & (_rounded(amax * multiplier, MANTISSA, LEAST) == 0)).to(tl.int32))
+    _store(row, 8, ((greatest > 0) & (_rounded(amax * multiplier, STEPS, LEAST) == 0)).to(tl.int32))
     tl.store(row + 9, tl.min(tl.where(amax > 0, scale, INF)))
     tl.store(row + 10, tl.max(tl.where(amax > 0, scale, -INF)))
+
+
+def program_of(block_rows: int, block_columns: int, rows: int) -> dict[str, int]:
+    """The blocks that a program reads, as compile-time arguments."""
+    height = 32 if block_rows == 1 < rows else block_rows
+    least = 64 if block_columns == 1 else 1  # adjacent elements, to load whole sectors of memory
+    blocks = max(PROGRAM // (height * block_columns), least)
+    return {"ROWS": height, "BLOCKS": blocks, "COLUMNS": block_columns, "JOINS": block_rows > 1}
+
+
+def elements_per_thread(dtype: torch.dtype) -> int:
+    """As many as the registers of a thread hold."""
+    return 16 if dtype == torch.float64 else 32
+
+
+def warps_of(program: dict[str, int], dtype: torch.dtype) -> int:
+    """Of a program that reads these blocks."""
+    return program["ROWS"] * program["BLOCKS"] * program["COLUMNS"] // (32 * elements_per_thread(dtype))
+
+
+def rows(
+    tensors: list[torch.Tensor], shapes: Sequence[Sequence[int]], format: Sequence[float], largest: torch.Tensor
+) -> torch.Tensor:
+    """See `gradstat.lowprecision._reference.rows`; ``format`` is `Format.numbers`."""
+    with on_device(largest.device):
+        each = zip(tensors, shapes, largest.unbind(), strict=True)
+        return torch.stack([_row(*given, dict(zip(FORMAT, format, strict=True))) for given in each])
+
+
+def _row(tensor: torch.Tensor, shape: Sequence[int], largest: torch.Tensor, format: dict[str, Any]) -> torch.Tensor:
+    outer, rows, columns, block_rows, block_columns = shape
+    program = program_of(block_rows, block_columns, rows)
+    strips, chunks = -(-rows // program["ROWS"]), -(-columns // (program["BLOCKS"] * block_columns))
+    parts = torch.empty((outer * strips * chunks, FIELD_COUNT.value), dtype=torch.float64, device=tensor.device)
+    # Without fusion: a product with a multiplier is rounded to float32 before it is rounded to an element.
+    options = {"num_warps": warps_of(program, tensor.dtype), "enable_fp_fusion": False}
+    sizes = rows, columns, strips, chunks
+    rows_kernel[(len(parts),)](tensor, largest, parts, *sizes, **format, **program, **options)
+    return torch.cat([parts[:, :9].sum(0), parts[:, 9].amin(0, True), parts[:, 10].amax(0, True)])

@@ -19,6 +19,7 @@ FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast
 # With the sanitizers' checks gcc warns of variables that are in fact initialized.
 HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
 KERNEL_TESTS = ("core/test_conformance.py", "core/test_fuzz.py", "core/test_multiply.py")
+KERNEL_TESTS += ("lowprecision/test_quantization.py",)
 OTHER_TESTS = ("core/test_ops.py", "core/test_host_path.py", "clip", "step", "life/test_life_programs.py")
 TENSORS = 20_000
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -50,6 +50,7 @@ class Kernels:
     direct: DeviceModule = NOT_COMPILED  # for lists of ordinary tensors, which do not need `readable`
     decide_clip_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, adaptive clips use plain torch
     guard_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, guards use plain torch
+    quantization_rows: Callable[..., Tensor] | None = None  # its contract: gradstat/lowprecision/_reference.py
 
     def __init__(self, stats: Callable[[list[Tensor]], Tensor], scale_: Callable[[list[Tensor], Tensor], None]) -> None:
         self._stats, self.scale_ = stats, scale_
@@ -183,7 +184,17 @@ def _require_device(device_type: str) -> None:
 
 
 def _load_native(device_type: str) -> Kernels:
-    return NativeKernels(native.load_cpu() if device_type == "cpu" else native.load_cuda())
+    if device_type == "cuda":
+        return NativeKernels(native.load_cuda())
+    kernels = NativeKernels(native.load_cpu())
+    kernels.quantization_rows = _quantization_rows
+    return kernels
+
+
+def _quantization_rows(tensors: list[Tensor], shapes: Sequence[Sequence[int]], *rest: Any) -> Tensor:
+    flat = [number for shape in shapes for number in shape]
+    table: Tensor = torch.ops.gradstat.quantization_rows.default(tensors, flat, *rest)
+    return table
 
 
 def _load_triton(device_type: str) -> Kernels:
@@ -195,11 +206,13 @@ def _load_triton(device_type: str) -> Kernels:
         )
     _require_device(device_type)
     try:
+        import gradstat.kernels.quantization as quantization_module
         import gradstat.kernels.scale as scale_module
         import gradstat.kernels.stats as stats_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
     kernels, helpers = Kernels(stats_module.stats, scale_module.scale_), native.helpers()
+    kernels.quantization_rows = quantization_module.rows
     if helpers is not None and device_type != "xpu":
         kernels.direct = TritonModule(getattr(helpers, f"describe_{device_type}"))  # type: ignore[assignment]
     return kernels
@@ -273,9 +286,10 @@ def known_name(requested: str | None) -> str | None:
 
 
 @functools.cache
-def resolve(requested: str | None, device_type: str) -> Kernels:
+def resolve(requested: str | None, device_type: str, quantizes: bool = False) -> Kernels:
     """The kernels of the backend ``requested``; for None, of GRADSTAT_BACKEND if set, else of the first that loads.
 
+    With ``quantizes`` they have `Kernels.quantization_rows`, or are the reference, which has none of them here.
     A requested backend is never replaced by another one. A stale extension raises even if no backend was requested:
     silently running the slow reference would hide a broken installation. If only the reference is left, a warning
     says why.
@@ -287,6 +301,8 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
             continue
         try:
             kernels = _load(each, device_type)
+            if quantizes and kernels.quantization_rows is None and each != "reference":
+                raise BackendUnavailableError(f"it does not quantize on devices of type {device_type!r}")
         except BackendUnavailableError as error:
             if isinstance(error, native.StaleExtensionError):
                 raise

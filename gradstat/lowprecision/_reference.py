@@ -5,78 +5,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gradstat._core.tensors import memory_order
+from gradstat.lowprecision.blocks import Blocks, blocks_of
 from gradstat.lowprecision.formats import E4M3, Element, Format
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_CHUNK = 1 << 17  # elements on a CPU, so that what is computed from them stays in a core's cache
 
 
-def rows(tensors: list[Tensor], format: Format, dim: int = -1, weight: bool = False) -> Tensor:
-    """The table of strided tensors, at least one: ``[len(tensors), len(QUANTIZATION_FIELDS)]`` float64."""
-    return torch.stack([_row(tensor, format, dim, weight) for tensor in tensors])
+def rows(tensors: list[Tensor], shapes: list[Blocks], format: Format, largest: Tensor) -> Tensor:
+    """The table of dense tensors, none of them empty: ``[len(tensors), len(QUANTIZATION_FIELDS)]`` float64.
+
+    ``largest`` has the largest finite magnitude of each, float32, if the format needs it. Of a format without blocks
+    the columns of blocks are those of the pieces.
+    """
+    return torch.stack([_row(*each, format) for each in zip(tensors, shapes, largest.unbind(), strict=True)])
 
 
 def quantized(tensor: Tensor, format: Format, dim: int = -1, weight: bool = False) -> Tensor:
     """``tensor`` after it was stored in the format: float64, of the same shape. NaN and Inf stay as they are."""
-    blocks = _blocks_of(tensor, format, dim, weight)
+    if not tensor.numel():
+        return tensor.double()
+    dense, shape = blocks_of(tensor.contiguous(), format, dim, weight)
+    blocks = _cut(dense, shape)
     magnitude = _magnitude(blocks)
-    multiplier, scale = _scales(magnitude.amax(1, keepdim=True), format, magnitude.amax()) if len(blocks) else (1, 1)
-    code = _rounded(magnitude * multiplier, format.element).clamp(max=format.element.largest)
-    stored = torch.where(blocks.isfinite(), torch.copysign(code * scale, blocks.double()), blocks.double())
-    return _unblocked(stored, tensor, format, dim, weight)
-
-
-def _row(tensor: Tensor, format: Format, dim: int, weight: bool) -> Tensor:
-    """The row of one tensor: ``[len(QUANTIZATION_FIELDS)]`` float64 on its device."""
-    blocks = _blocks_of(tensor, format, dim, weight)
-    largest = torch.zeros((), device=tensor.device)
-    if format.needs_largest:
-        for piece in _pieces(blocks):
-            largest = torch.maximum(largest, _magnitude(piece).amax())
-    pieces = [_row_of_blocks(piece, format, largest) for piece in _pieces(blocks)]
-    if not pieces:
-        empty = [0.0] * 9 + [torch.inf, -torch.inf]
-        return torch.tensor(empty, dtype=torch.float64, device=tensor.device)
-    table = torch.stack(pieces)
-    row = torch.cat([table[:, :-2].sum(0), table[:, -2].amin(0, True), table[:, -1].amax(0, True)])
-    if not format.block:  # the pieces are of one block
-        nonzero, flushed = row[0], row[1]
-        row[6], row[7], row[8] = 1.0, flushed > 0, (flushed > 0) & (flushed == nonzero)
-    return row
-
-
-def _row_of_blocks(blocks: Tensor, format: Format, largest: Tensor) -> Tensor:
-    """The row of ``[n, size]`` blocks; ``largest`` is the largest finite magnitude of the tensor, if the rule needs it.
-
-    Only magnitudes matter, since formats are symmetric. Counts are sums of signs: torch compares and counts far slower.
-    """
-    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
-    nonfinite = (wide - wide).nan_to_num_(1.0).sum()  # x - x is NaN only if x is not finite
-    exact = wide.abs().nan_to_num_(0.0, 0.0)
-    magnitude = exact.float().clamp(max=_LARGEST_FLOAT32) if exact.dtype == torch.float64 else exact
-    amax = magnitude.amax(1, keepdim=True) if format.block else largest.reshape(1, 1)
-    multiplier, scale = _scales(amax, format, largest)
-    rounded = _rounded(magnitude * multiplier, format.element)
+    rounded, scale = _codes(magnitude, _amax(magnitude, format, magnitude.amax()), format, magnitude.amax())
     code = rounded.clamp(max=format.element.largest)
-    saturated = rounded.sub_(code).sign_().sum()
-    nonzero, kept = exact.sign().sum(1), code.sign().sum(1)
-    exact = exact.double().reshape(-1)
-    error = code.double().mul_(scale).reshape(-1).sub_(exact)
-    flushed = nonzero - kept
+    stored = torch.where(blocks.isfinite(), torch.copysign(code * scale, blocks.double()), blocks.double())
+    tiles = stored.reshape(shape.outer, -1, -(-shape.columns // shape.block_columns), *shape[3:]).transpose(2, 3)
+    matrix = tiles.flatten(3, 4).flatten(1, 2)[:, : shape.rows, : shape.columns]
+    return matrix.reshape(tensor.shape)
+
+
+def _row(tensor: Tensor, shape: Blocks, largest: Tensor, format: Format) -> Tensor:
+    """The row of one tensor: ``[len(QUANTIZATION_FIELDS)]`` float64 on its device."""
+    blocks = _cut(tensor, shape)
+    exact = blocks.double().abs().nan_to_num(0.0, 0.0)
+    magnitude = _magnitude(blocks)
+    amax = _amax(magnitude, format, largest)
+    rounded, scale = _codes(magnitude, amax, format, largest)
+    code = rounded.clamp(max=format.element.largest)
+    error = code.double() * scale - exact
+    nonzero, is_flushed = exact > 0, (exact > 0) & (code == 0)
+    has_flushed, is_lost = is_flushed.any(1), (is_flushed == nonzero).all(1)
     used = amax > 0
     row = [
-        *(nonzero.double().sum(), flushed.double().sum(), saturated, nonfinite),
-        *(exact.dot(exact), error.dot(error)),
-        *(torch.full_like(kept, 1).sum(), flushed.sign().sum(), ((nonzero > 0) & (kept == 0)).sum()),
+        *(nonzero.sum(), is_flushed.sum(), (rounded > code).sum(), (~blocks.isfinite()).sum()),
+        *(exact.square().sum(), error.square().sum()),
+        *(torch.ones_like(has_flushed).sum(), has_flushed.sum(), (has_flushed & is_lost).sum()),
         *(torch.where(used, scale, torch.inf).amin(), torch.where(used, scale, -torch.inf).amax()),
     ]
-    return torch.stack([value.to(torch.float64) for value in row])
+    return torch.stack([value.double() for value in row])
+
+
+def _magnitude(blocks: Tensor) -> Tensor:
+    """The magnitudes as float32, of which float64 ones may become zero or the largest; 0 for NaN and Inf."""
+    return blocks.abs().nan_to_num(0.0, 0.0).float().clamp(max=_LARGEST_FLOAT32)
+
+
+def _amax(magnitude: Tensor, format: Format, largest: Tensor) -> Tensor:
+    """The largest magnitude of each block, which may be the whole tensor."""
+    return magnitude.amax(1, keepdim=True) if format.block else largest.expand(len(magnitude), 1)
+
+
+def _codes(magnitude: Tensor, amax: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements in units of the scales, rounded as if there were no largest one, and the scales, float64."""
+    multiplier, scale = _scales(amax, format, largest)
+    return _rounded(magnitude * multiplier, format.element), scale
 
 
 def _scales(amax: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,69 +82,35 @@ def _scales(amax: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tens
     # A number divided by a tensor would be multiplied by the tensor's rounded reciprocal.
     if format.rule == "float32":
         multiplier = (torch.full_like(amax, format.element.largest) / amax).clamp(max=_LARGEST_FLOAT32)
-        return multiplier, (1 / multiplier).double()
-    if format.rule == "two-level":
+    elif format.rule == "two-level":
         of_tensor = torch.full_like(largest, E4M3.largest * format.element.largest) / largest
         of_tensor = of_tensor.clamp(max=_LARGEST_FLOAT32)
         code = _rounded(amax * (of_tensor * (1 / format.element.largest)), E4M3).clamp(max=E4M3.largest)
         decode = 1 / of_tensor
         multiplier = (1 / (code * decode)).clamp(max=_LARGEST_FLOAT32)
         return torch.where(code > 0, multiplier, 0.0), code.double() * decode
-    if format.rule == "floor":
+    elif format.rule == "floor":
         exponent = ((amax.view(torch.int32) >> 23) - 127 - format.element.greatest_exponent).clamp(min=-127)
+        multiplier = (127 - exponent << 23).view(torch.float32)
     else:
         bits = (amax / format.element.largest).view(torch.int32)
         above = (bits + 0x7FFFFF >> 23) - 127  # the exponent of the next power of two that is not below
         exponent = torch.where(bits <= 0x400000, -127, above)  # 2**-127 is subnormal in float32
-    return (127 - exponent << 23).view(torch.float32), (1023 + exponent.long() << 52).view(torch.float64)
+        multiplier = (127 - exponent << 23).view(torch.float32)
+    return multiplier, (1 / multiplier).double()
 
 
 def _rounded(magnitude: Tensor, element: Element) -> Tensor:
     """Float32 magnitudes rounded to the nearest element, halves to even, as if there were no largest element."""
-    power = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=2.0**element.least_exponent)
+    power = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0**element.least_exponent)
     # A sum with 1.5 * 2**23 steps is rounded to whole steps, since it is a float32 of that exponent.
-    shift = power.mul_(1.5 * 2.0 ** (23 - element.mantissa))
-    return (magnitude + shift).sub_(shift)
+    shift = power * (1.5 * 2.0 ** (23 - element.mantissa))
+    return (magnitude + shift) - shift
 
 
-def _magnitude(blocks: Tensor) -> Tensor:
-    """The magnitudes as float32, of which float64 ones may become zero or the largest; 0 for NaN and Inf."""
-    magnitude = blocks.abs().nan_to_num(0.0, 0.0).float()
-    return magnitude.clamp(max=_LARGEST_FLOAT32) if blocks.dtype == torch.float64 else magnitude
-
-
-def _blocks_of(tensor: Tensor, format: Format, dim: int, weight: bool) -> Tensor:
-    """The elements as ``[blocks, size]``, with zeros where the last block of a dimension is not full."""
-    if not format.block:
-        return tensor.reshape(1, -1) if tensor.numel() else tensor.reshape(0, 1)
-    if not tensor.numel():
-        return tensor.reshape(0, 1)
-    matrix = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    side = format.weight_block if weight else 0
-    if not side:
-        matrix = matrix.movedim(dim, -1)
-        return pad(matrix, (0, -matrix.shape[-1] % format.block)).reshape(-1, format.block)
-    matrix = matrix.reshape(-1, *matrix.shape[-2:]) if matrix.dim() > 1 else matrix.reshape(1, 1, -1)
-    matrix = pad(matrix, (0, -matrix.shape[-1] % side, 0, -matrix.shape[-2] % side))
-    tiles = matrix.reshape(-1, matrix.shape[-2] // side, side, matrix.shape[-1] // side, side)
-    return tiles.transpose(-2, -3).reshape(-1, side * side)
-
-
-def _unblocked(blocks: Tensor, tensor: Tensor, format: Format, dim: int, weight: bool) -> Tensor:
-    """The elements of ``_blocks_of`` in the shape of the tensor: found by where numbers of elements go."""
-    if not tensor.numel():
-        return torch.empty_like(tensor, dtype=torch.float64)
-    index = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device).reshape(tensor.shape) + 1
-    at = _blocks_of(index, format, dim, weight).reshape(-1)
-    flat = torch.empty(tensor.numel(), dtype=torch.float64, device=tensor.device)
-    flat[at[at > 0].long() - 1] = blocks.reshape(-1)[at > 0]
-    return flat.reshape(tensor.shape)
-
-
-def _pieces(blocks: Tensor) -> Iterator[Tensor]:
-    """``blocks`` in pieces ``[n, size]`` of about `_CHUNK` elements on a CPU; a block alone is cut as well."""
-    if blocks.device.type != "cpu" or not len(blocks):
-        return iter([blocks] if len(blocks) else [])
-    if len(blocks) == 1:
-        return (piece.reshape(1, -1) for piece in blocks.reshape(-1).split(_CHUNK))
-    return iter(blocks.split(max(_CHUNK // blocks.shape[1], 1)))
+def _cut(tensor: Tensor, shape: Blocks) -> Tensor:
+    """The elements as ``[blocks, size]``, with zeros where a block is not full."""
+    matrix = tensor.permute(memory_order(tensor)).reshape(shape[:3])
+    matrix = pad(matrix, (0, -shape.columns % shape.block_columns, 0, -shape.rows % shape.block_rows))
+    tiles: Tensor = matrix.unflatten(2, (-1, shape.block_columns)).unflatten(1, (-1, shape.block_rows))
+    return tiles.transpose(2, 3).reshape(-1, shape.block_rows * shape.block_columns)

@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradstat._core.backends import resolve
 from gradstat._core.host_copy import HostCopy
-from gradstat._core.tensors import is_uninitialized, shard_of
+from gradstat._core.norms import l2_norms
+from gradstat._core.tensors import is_uninitialized, name_by_position, readable, shard_of
 from gradstat.lowprecision.formats import Format
-from gradstat.lowprecision.stats import QUANTIZATION_FIELDS, quantization_stats
+from gradstat.lowprecision.stats import QUANTIZATION_FIELDS, table_of
 
-# On a CPU the operator takes 20 ns for an element, and a product less than 1 ns. So it reads only so many elements of
-# an operand, though at least one group of rows.
-_MOST_ON_CPU = 2**14
-_LEAST_GROUP = 32  # rows, or as many as the longest block
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PARTS = [QUANTIZATION_FIELDS.index(name) for name in ("flushed", "saturated", "sq_error")]
 _WHOLES = [QUANTIZATION_FIELDS.index(name) for name in ("nonzero", "nonzero", "sq_sum")]
@@ -51,37 +49,33 @@ class Layer:
     Of distributed tensors they are this rank's shards.
     """
 
-    def __init__(self, formats: Sequence[Format], number: int) -> None:
-        """``number`` is that of the sampled step, in each of which other rows are read."""
+    def __init__(self, formats: Sequence[Format]) -> None:
         self.values: dict[str, Tensor] = {}
-        self._formats, self._number = formats, number
+        self._formats = formats
 
     def take_forward(self, module: nn.Module, given: Tensor, weight: Tensor) -> None:
         """Measures input and weight, as the product takes them."""
         tokens, matrix = _matrix_of(given, cast=True), _matrix_of(weight, cast=True)
         matrix = matrix.T.contiguous() if _is_transposed(module) else matrix
         self._to_input, self._to_weight = given.requires_grad, weight.requires_grad
-        self._read = self._rows_to_read(tokens, max(matrix.shape))  # those of the gradient too
-        read, rows = tokens[self._read], matrix[self._rows_to_read(matrix, matrix.shape[1])]
-        self._squares = _squares(tokens)
-        self._weight_square = _squares(rows).mean() / matrix.shape[1]
-        self.values["input"] = self._measured(read, True, self._to_weight)
-        self.values["weight"] = self._measured(rows, True, self._to_input, is_weight=True)
+        self._squares = _squares(tokens, by_row=True)
+        self._weight_square = _squares(matrix)[0] / matrix.numel()
+        self.values["input"] = self._measured(tokens, True, self._to_weight)
+        self.values["weight"] = self._measured(matrix, True, self._to_input, is_weight=True)
 
     def take_gradient(self, gradient: Tensor) -> None:
         """Measures the gradient of the output, in the first backward pass."""
         if "output gradient" not in self.values:
             with torch.no_grad():
                 matrix = _matrix_of(gradient)
-                read = matrix[self._read]
-                self.values["output gradient"] = self._measured(read, self._to_input, self._to_weight)
-                self.values["coupling"] = self._squares.dot(_squares(matrix))
+                self.values["output gradient"] = self._measured(matrix, self._to_input, self._to_weight)
+                self.values["coupling"] = self._squares.dot(_squares(matrix, by_row=True))
                 self.values["sensitivity"] = self.values["coupling"] * self._weight_square
 
     def take_weight_gradient(self, gradient: Tensor) -> None:
         """Measures the norm of the weight's gradient, before it is reduced or added to that of other passes."""
         if "squares" not in self.values and gradient.layout is torch.strided:
-            self.values["squares"] = torch.linalg.vector_norm(shard_of(gradient.detach()), dtype=torch.float64).square()
+            self.values["squares"] = _squares(gradient.detach())[0]
 
     def send(self) -> None:
         """Begins the copy of the values to the host, when the step has ended."""
@@ -103,27 +97,17 @@ class Layer:
     def _measured(self, matrix: Tensor, along: bool, across: bool, is_weight: bool = False) -> Tensor:
         """`Means` of an operand: with blocks ``along`` and ``across`` the rows, NaN where not asked or not finite."""
         unasked = matrix.new_full((1, len(QUANTIZATION_FIELDS)), torch.nan, dtype=torch.float64)
-        tables = []
+        tables, dense = [], readable([matrix], name_by_position)
         for format in self._formats:
-            first = quantization_stats(matrix, format.name, weight=is_weight) if along else unasked
+            first = table_of(dense, format, -1, is_weight) if along else unasked
             is_same = along and (not format.block or (is_weight and format.weight_block > 0))
             if across and not is_same:
-                tables += [first, quantization_stats(matrix, format.name, dim=0, weight=is_weight)]
+                tables += [first, table_of(dense, format, 0, is_weight)]
             else:
                 tables += [first, first if across else unasked]
         table = torch.cat(tables).view(len(self._formats), 2, -1)
         is_finite = table[..., QUANTIZATION_FIELDS.index("nonfinite"), None] == 0
         return torch.where(is_finite, table[..., _PARTS] / table[..., _WHOLES].clamp(min=1e-300), torch.nan)
-
-    def _rows_to_read(self, matrix: Tensor, width: int) -> Tensor | slice:
-        """On a CPU indices of rows: groups as long as a block, equally far apart. Elsewhere all rows."""
-        size = max(_LEAST_GROUP, *(format.block for format in self._formats))
-        groups, wanted = len(matrix) // size, max(1, _MOST_ON_CPU // (size * width))
-        if not matrix.is_cpu or groups <= wanted:
-            return slice(None)
-        apart = groups // wanted
-        first = torch.arange(wanted) * apart + self._number % apart
-        return (first[:, None] * size + torch.arange(size)).flatten()
 
 
 def _matrix_of(tensor: Tensor, cast: bool = False) -> Tensor:
@@ -134,7 +118,7 @@ def _matrix_of(tensor: Tensor, cast: bool = False) -> Tensor:
     return local.reshape(-1, local.shape[-1])
 
 
-def _squares(matrix: Tensor) -> Tensor:
-    """The squares of the norms of the rows."""
-    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
-    return norms.square()
+def _squares(tensor: Tensor, by_row: bool = False) -> Tensor:
+    """The square of the norm, or of the norms of the rows of a matrix."""
+    kernels, dense = resolve(None, tensor.device.type), readable([tensor], name_by_position)
+    return l2_norms(kernels.unit_stats(dense) if by_row else kernels.check(dense)[0]).square()

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradstat._core.backends import known_name, resolve
-from gradstat._core.native import BackendUnavailableError
+from gradstat import _fields
+from gradstat._core.backends import resolve
 from gradstat._core.tensors import name_by_position, readable
 from gradstat._core.text import expect
-from gradstat._core.warn import warn_user
 from gradstat.lowprecision import _reference
-from gradstat.lowprecision.formats import format_of
+from gradstat.lowprecision.blocks import blocks_of
+from gradstat.lowprecision.formats import Format, format_of
 
 QUANTIZATION_FIELDS: tuple[str, ...] = (
     *("nonzero", "flushed", "saturated", "nonfinite", "sq_sum", "sq_error"),
@@ -63,12 +63,12 @@ def quantization_stats(
             formats of blocks only. A tensor without dimensions has one of one element.
         weight: Whether the tensors are weights, for which ``e4m3-128`` and ``nvfp4`` have square blocks in the last two
             dimensions, of 128 x 128 and 16 x 16 elements, the same for every ``dim``.
-        backend: ``"triton"`` (on GPUs) or ``"reference"``; None selects one automatically.
+        backend: ``"native"`` (on CPUs), ``"triton"`` (on GPUs) or ``"reference"``; None selects one automatically.
 
     Returns:
         ``[n, len(gradstat.QUANTIZATION_FIELDS)]`` float64 on the tensors' device; on the CPU for an empty list. The
-        reference adds exact errors in float64; Triton errors of float32, which are exact too where scales are powers of
-        two, and else within 1e-5 of their sum.
+        CPU and the reference add exact errors in float64; Triton errors of float32, which are exact too where scales
+        are powers of two, and else within 1e-5 of their sum.
 
     Raises:
         TypeError: What is not a tensor of these dtypes and layouts.
@@ -106,31 +106,32 @@ def _require(given: Tensor, tensor: Tensor, device: torch.device, dim: int, name
         raise IndexError(f"dim: expected -{most} to {most - 1} for {name} of shape {list(tensor.shape)}, got {dim}")
 
 
-def _takes_triton(requested: str | None, device_type: str) -> bool:
-    """Whether Triton serves the backend ``requested``, else the reference. Errors and environment as of `resolve`."""
-    if requested == "native":
-        raise BackendUnavailableError("backend 'native' does not quantize; expected 'triton', 'reference' or None")
-    name = known_name(requested)
-    if name != "triton" and (name == "reference" or device_type not in ("cuda", "xpu")):
-        return False
-    try:
-        resolve("triton", device_type)
-    except BackendUnavailableError as error:
-        if name == "triton":
-            raise
-        warn_user(f"gradstat quantizes {device_type} tensors by its slow reference. triton: {error}")
-        return False
-    return True
+def table_of(tensors: list[Tensor], format: Format, dim: int, weight: bool, backend: str | None = None) -> Tensor:
+    """`quantization_stats` of dense tensors, at least one, on one device."""
+    kernels = resolve(backend, tensors[0].device.type, True)
+    # An empty tensor is measured as one that holds a zero, in no block.
+    filled = [tensor if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+    given, shapes = map(list, zip(*(blocks_of(tensor, format, dim, weight) for tensor in filled), strict=True))
+    largest = torch.zeros(len(given), device=given[0].device)
+    if format.needs_largest:
+        low, high = kernels.check(given)[0][:, [_fields.INDEX["min"], _fields.INDEX["max"]]].unbind(1)
+        largest = torch.maximum(-low, high).float().clamp(0.0, torch.finfo(torch.float32).max)
+    if kernels.quantization_rows is None:
+        table = _reference.rows(given, shapes, format, largest)
+    else:
+        table = kernels.quantization_rows(given, shapes, format.numbers, largest)
+    if not format.block:  # what was measured are pieces of one block
+        nonzero, flushed = table[:, 0], table[:, 1]
+        table[:, 6:9] = torch.stack([flushed >= 0, flushed > 0, (flushed > 0) & (flushed == nonzero)], 1)
+    for row, tensor in enumerate(tensors):
+        if not tensor.numel():
+            table[row, 6] = 0
+    return table
 
 
 @torch.library.custom_op("gradstat::quantization_stats", mutates_args=())
 def _quantization_stats(tensors: list[Tensor], format: str, dim: int, weight: bool, backend: str | None) -> Tensor:
-    """`quantization_stats` of dense tensors, at least one, on one device."""
-    if _takes_triton(backend, tensors[0].device.type):
-        from gradstat.lowprecision import _triton
-
-        return _triton.rows(tensors, format_of(format), dim, weight)
-    return _reference.rows(tensors, format_of(format), dim, weight)
+    return table_of(tensors, format_of(format), dim, weight, backend)
 
 
 @_quantization_stats.register_fake

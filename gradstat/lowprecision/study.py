@@ -24,8 +24,8 @@ from gradstat.lowprecision.operands import Layer, is_operand, weight_of
 from gradstat.lowprecision.page import write_page
 from gradstat.lowprecision.verdicts import table_of, text_of
 
-# On a CPU a sampled step takes one layer in so many, in turn: the operator takes 0.4 ms and more for an operand there.
-_TURNS = 8
+# A sampled step takes one layer in so many, in turn: on a CPU the statistics of all would take one to three steps.
+_TURNS = 2
 
 
 class LowPrecision:
@@ -44,8 +44,8 @@ class LowPrecision:
     Layers are ``torch.nn.Linear``, with its subclasses, and transformers' ``Conv1D``. Of a layer that is called several
     times in a step the first call counts. A forward pass that a checkpoint recomputes does not count twice. Steps are
     those of torch's optimizers that have parameters of the model; with another, call `step`. The first sampled step is
-    the second one: by then it is known who steps, and what is compiled. On a CPU, where the statistics take longer than
-    the products, a sampled step takes one layer in eight, in turn, and some thousands of the elements of its operands.
+    the second one: by then it is known who steps, and what is compiled. A sampled step takes every other layer, the
+    next one the others.
 
     Args:
         model: The model, with or without its wrapper of DDP or FSDP, and with or without a `gradstat.Monitor`.
@@ -74,7 +74,7 @@ class LowPrecision:
         # By optimizer, its steps; None if it has no parameter of the model.
         self._steps_of: weakref.WeakKeyDictionary[Optimizer, int | None] = weakref.WeakKeyDictionary()
         self._is_sampled, self._samples = False, 0  # whether the coming step is, and how many were
-        self._layers: tuple[str, ...] = ()  # all of the last sampled step
+        self._layers: list[str] = []  # all of the last sampled step
         self._measured: dict[str, Layer] = {}  # those called in the sampled step, so far
         self._arriving: deque[tuple[str, Layer]] = deque()
         self._sums: dict[str, dict[str, tuple[Any, Any]]] = {}  # of `Means` by layer, behind numbers of steps
@@ -115,19 +115,17 @@ class LowPrecision:
         self.steps += 1
         if model is None or not self._is_sampled:
             return
-        weights = {name: weight_of(module) for name, module in model.named_modules()}
-        layers = {name: weight for name, weight in weights.items() if weight is not None}
-        opaque, self._layers, turns = opaque_parts(model, layers or [""]), tuple(layers), min(_TURNS, len(layers))
-        for number, (name, weight) in enumerate(layers.items()):
+        layers = [name for name, module in model.named_modules() if weight_of(module) is not None]
+        opaque, self._layers = opaque_parts(model, layers or [""]), layers
+        for name in layers[self._samples % _TURNS :: _TURNS]:
             # In compiled parts a hook would only have them compiled again.
-            is_opaque = any(part == "" or f"{name}.".startswith(f"{part}.") for part in opaque)
-            if not is_opaque and (not weight.is_cpu or number % turns == self._samples % turns):
+            if not any(part == "" or f"{name}.".startswith(f"{part}.") for part in opaque):
                 hook = Hook(self._forward, name)
                 self._handles.append(hook_forward(model.get_submodule(name), hook, with_kwargs=True, prepend=True))
         whys: Iterable[str] = ()
         if self._samples == 0:
             whys = opaque.values() if layers or opaque else ["of a model without linear layers"]
-        elif self._samples == turns and not (opaque or self._sums or self._arriving):
+        elif self._samples == _TURNS and not (opaque or self._sums or self._arriving):
             whys = [NOT_CALLED]
         for why in whys:
             warn(f"not watched: the matrix products {why}", UserWarning)
@@ -152,7 +150,7 @@ class LowPrecision:
         if weight is None or not is_operand(given) or not isinstance(output, Tensor) or is_capturing():
             return
         with torch.no_grad():
-            layer = self._measured[name] = Layer(self._formats, self._samples // _TURNS)
+            layer = self._measured[name] = Layer(self._formats)
             layer.take_forward(module, given, weight)
         if output.requires_grad:
             output.register_hook(Hook(layer.take_gradient))

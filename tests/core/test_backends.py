@@ -22,6 +22,8 @@ EXACT_TESTS = [
     "core/test_conformance.py::test_every_length",
     "core/test_fuzz.py::test_any_tensors",
     "core/test_multiply.py::test_products_and_their_rows_are_right",
+    "lowprecision/test_quantization.py::test_every_pattern_of_bits_is_stored_as_by_ml_dtypes",
+    "lowprecision/test_quantization.py::test_blocks_along_any_dimension",
 ]
 
 

@@ -30,7 +30,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gradstat.kernels import _table, quantization, scale, stats
-from gradstat.lowprecision import _triton
 from gradstat.lowprecision.formats import FORMATS
 
 ANY_ADDRESS = ("multipliers", "largest")  # arguments that may be any element of a tensor
@@ -68,16 +67,16 @@ class Gate:
 
 def quantization_gate(name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Gate:
     """The kernel of a format and a shape of its blocks, for elements of a dtype."""
-    shape = _triton.Geometry(1, 1 << 10 if name == "nvfp4" else 1, 1 << 20, rows, columns)
+    program = quantization.program_of(rows, columns, 1 << 10 if name == "nvfp4" else 1)
     element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}[dtype]
     arguments = {"x": element, "largest": "*fp32", "out": "*fp64"}
-    loads = _triton.elements_per_thread(dtype) * dtype.itemsize // 16
+    loads = quantization.elements_per_thread(dtype) * dtype.itemsize // 16
     return Gate(
         quantization.rows_kernel,
         arguments | dict.fromkeys(("rows", "columns", "strips", "chunks"), "i32"),
         loops=((quantization._load_blocks, "values = tl.load(", loads),),
-        warps=shape.warps(dtype),
-        constants=_triton.constants_of(FORMATS[name]) | shape.constants,
+        warps=quantization.warps_of(program, dtype),
+        constants=dict(zip(quantization.FORMAT, FORMATS[name].numbers, strict=True)) | program,
         fuses=False,
     )
 
