@@ -3,11 +3,14 @@
 ::
 
     python -m benchmarks.low_precision --seed 0
+    python -m benchmarks.low_precision --reads
 
 A small GPT, studied as it trains, learns bytes of Python's standard library. At a quarter, a half, three quarters and
 the end of the run it goes on twice for 40 steps on the same batches: as it is, and with the operands of all three
 products of one layer really quantized, forward and backward. The difference of the mean losses is the layer's cost.
 Such short second runs are needed: two whole runs that differ by rounding alone end as far apart as most costs are.
+
+With ``--reads``: what `gradstat.quantization_stats` takes on the CPU, in plain reads of the same tensor.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,12 +88,38 @@ def ranks(values: list[float]) -> Tensor:
     return torch.tensor(values).argsort().argsort().double()
 
 
+def reads(size: tuple[int, int] = (2048, 1024), repeats: int = 15) -> None:
+    """Prints the operator's time by format and dtype, a read (`torch.sum`) and a call in turn, in the thread's time."""
+    torch.set_num_threads(1)
+    layouts = {"rows": {}, "columns": {"dim": 0}, "weights": {"weight": True}}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = torch.randn(size).to(dtype)
+        for name in FORMATS:
+            found = []
+            for options in layouts.values():
+                calls = [x.sum, functools.partial(gradstat.quantization_stats, x, name, **options)]
+                times = [[timed(call) for call in calls] for _ in range(repeats)]
+                read, call = torch.tensor(times, dtype=torch.float64).median(0).values.tolist()
+                found.append(f"{1e9 * call / x.numel():5.2f} ns, {call / read:4.1f} reads")
+            print(f"{str(dtype).removeprefix('torch.'):<9} {name:<12} {dict(zip(layouts, found, strict=True))}")
+
+
+def timed(call: Callable[[], Any]) -> float:
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--formats", nargs="+", default=["mxfp4", "nvfp4"])
+    parser.add_argument("--reads", action="store_true")
     options = parser.parse_args()
+    if options.reads:
+        reads()
+        return
     torch.manual_seed(options.seed)
     model, data = GPT(SIZE), corpus.read(corpus.standard_library(), 2_000_000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

@@ -83,12 +83,12 @@ def formats(folder: Path) -> str:
         "two-level": "amax / {largest:,.0f} as E4M3, in units of the tensor's amax / 2,688, float32",
     }
     lines = []
-    for format in FORMATS.values():
+    for name, format in FORMATS.items():
         element, side = format.element, format.weight_block
         elements = f"{element.name}, at most {element.largest:,.0f}"
         scale = rules[format.rule].format(largest=element.largest, exponent=element.greatest_exponent)
         block = str(format.block or "the tensor") + f"; weights {side} x {side}" * bool(side)
-        lines.append([f"`{format.name}`", elements, block, scale, format.source])
+        lines.append([f"`{name}`", elements, block, scale, format.source])
     return "\n" + tables.grid(["name", "elements", "block", "scale", "source"], lines, text_columns=5)
 
 

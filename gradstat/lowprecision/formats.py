@@ -13,11 +13,13 @@ class Element:
     """A floating-point type of a few bits, with a sign, subnormal numbers and round to nearest even.
 
     Attributes:
+        name: Its bits of exponent and mantissa, as ``E4M3``.
         mantissa: The bits of its mantissa that are stored.
         least_exponent: The exponent of its smallest normal number.
         largest: Its largest finite number.
     """
 
+    name: str
     mantissa: int
     least_exponent: int
     largest: float
@@ -28,10 +30,10 @@ class Element:
         return int(self.largest).bit_length() - 1
 
 
-# By their bits of exponent and mantissa. E4M3 has no Inf and one NaN (float8_e4m3fn), E2M1 has neither.
-E4M3 = Element(mantissa=3, least_exponent=-6, largest=448.0)
-E5M2 = Element(mantissa=2, least_exponent=-14, largest=57344.0)
-E2M1 = Element(mantissa=1, least_exponent=0, largest=6.0)
+# E4M3 has no Inf and one NaN (float8_e4m3fn), E2M1 has neither.
+E4M3 = Element("E4M3", mantissa=3, least_exponent=-6, largest=448.0)
+E5M2 = Element("E5M2", mantissa=2, least_exponent=-14, largest=57344.0)
+E2M1 = Element("E2M1", mantissa=1, least_exponent=0, largest=6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,14 @@ class Format:
         element: The type of its elements.
         block: How many consecutive elements share a scale; 0 for all elements of a tensor.
         rule: The rule of the scale.
+        source: Who defines it.
         weight_block: The side of the square tiles that share a scale in weights; 0 if weights have the same blocks.
     """
 
     element: Element
     block: int
     rule: ScaleRule
+    source: str
     weight_block: int = 0
 
     @property
@@ -80,20 +84,28 @@ class Format:
         return rule, not self.block, steps, least, element.largest, element.greatest_exponent
 
 
+_TENSOR = "TransformerEngine's Float8CurrentScaling (compute_scale_from_amax)"
+_BLOCKS = (
+    "DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2; scale as TransformerEngine's Float8BlockScaling"
+)
+_OCP = "OCP Microscaling Formats (MX) Specification v1.0, section 6.3"
+_RCEIL = "Recipes for Pre-training LLMs with MXFP8 (arXiv 2506.08027), and cuBLAS, 1D block quantization"
+_NVFP4 = "Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), and TransformerEngine's NVFP4BlockScaling"
+
 FORMATS: dict[str, Format] = {
-    # TransformerEngine's Float8CurrentScaling (compute_scale_from_amax).
-    "e4m3": Format(E4M3, 0, "float32"),
-    "e5m2": Format(E5M2, 0, "float32"),
-    # DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2; TransformerEngine's Float8BlockScaling with
-    # float32 scales.
-    "e4m3-128": Format(E4M3, 128, "float32", weight_block=128),
-    # OCP Microscaling Formats (MX) Specification v1.0, section 6.3; for the scale of mxfp8-rceil: Recipes for
-    # Pre-training LLMs with MXFP8 (arXiv 2506.08027), and cuBLAS, 1D block quantization.
-    "mxfp8": Format(E4M3, 32, "floor"),
-    "mxfp8-rceil": Format(E4M3, 32, "ceil"),
-    "mxfp4": Format(E2M1, 32, "floor"),
-    # Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), and TransformerEngine's NVFP4BlockScaling.
-    "nvfp4": Format(E2M1, 16, "two-level", weight_block=16),
+    "e4m3": Format(E4M3, 0, "float32", _TENSOR),
+    "e5m2": Format(E5M2, 0, "float32", _TENSOR),
+    "e4m3-128": Format(
+        E4M3,
+        128,
+        "float32",
+        f"{_BLOCKS}; scale as TransformerEngine's Float8BlockScaling with float32 scales",
+        weight_block=128,
+    ),
+    "mxfp8": Format(E4M3, 32, "floor", _OCP),
+    "mxfp8-rceil": Format(E4M3, 32, "ceil", _RCEIL),
+    "mxfp4": Format(E2M1, 32, "floor", _OCP),
+    "nvfp4": Format(E2M1, 16, "two-level", _NVFP4, weight_block=16),
 }
 """The formats by name."""
 

@@ -25,7 +25,7 @@ from gradstat.lowprecision.page import write_page
 from gradstat.lowprecision.verdicts import table_of, text_of
 
 # A sampled step takes one layer in so many, in turn: on a CPU the statistics of all would take one to three steps.
-_TURNS = 2
+_TURNS = 4
 
 
 class LowPrecision:
@@ -44,8 +44,8 @@ class LowPrecision:
     Layers are ``torch.nn.Linear``, with its subclasses, and transformers' ``Conv1D``. Of a layer that is called several
     times in a step the first call counts. A forward pass that a checkpoint recomputes does not count twice. Steps are
     those of torch's optimizers that have parameters of the model; with another, call `step`. The first sampled step is
-    the second one: by then it is known who steps, and what is compiled. A sampled step takes every other layer, the
-    next one the others.
+    the second one: by then it is known who steps, and what is compiled. A sampled step takes one layer in four, in
+    turn.
 
     Args:
         model: The model, with or without its wrapper of DDP or FSDP, and with or without a `gradstat.Monitor`.
@@ -117,7 +117,8 @@ class LowPrecision:
             return
         layers = [name for name, module in model.named_modules() if weight_of(module) is not None]
         opaque, self._layers = opaque_parts(model, layers or [""]), layers
-        for name in layers[self._samples % _TURNS :: _TURNS]:
+        turns = max(1, min(_TURNS, len(layers)))
+        for name in layers[self._samples % turns :: turns]:
             # In compiled parts a hook would only have them compiled again.
             if not any(part == "" or f"{name}.".startswith(f"{part}.") for part in opaque):
                 hook = Hook(self._forward, name)
@@ -125,7 +126,7 @@ class LowPrecision:
         whys: Iterable[str] = ()
         if self._samples == 0:
             whys = opaque.values() if layers or opaque else ["of a model without linear layers"]
-        elif self._samples == _TURNS and not (opaque or self._sums or self._arriving):
+        elif self._samples == turns and not (opaque or self._sums or self._arriving):
             whys = [NOT_CALLED]
         for why in whys:
             warn(f"not watched: the matrix products {why}", UserWarning)

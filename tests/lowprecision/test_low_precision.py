@@ -77,7 +77,7 @@ def test_the_numbers_are_those_of_the_operator_on_what_the_products_take() -> No
         output.register_hook(lambda gradient: taken.update({"output gradient": gradient.flatten(0, 1)}))
 
     model.down.register_forward_hook(keep)
-    train(model, 2)  # the second is studied
+    train(model, 4)  # the third layer is studied in the fourth step
     rows = [row for row in study.table() if row["layer"] == "down"]
     assert len(rows) == 3 * 6  # formats, and operands of products
     for row in rows:
@@ -170,7 +170,7 @@ def test_each_layer_counts_once_in_a_step(around: str, options: dict[str, Any]) 
     with pytest.MonkeyPatch.context() as patch:
         name = "gradstat.lowprecision.operands.table_of"
         patch.setattr(name, lambda *args: measured.append(args[0][0].dtype) or table_of(*args))
-        train(model, 5, **options)  # in two of these steps layers in turn
+        train(model, 7, **options)  # a sampled step for each layer
     assert products(study) == EVERY
     assert measured == [options.get("dtype", torch.float32)] * 3 * 6  # layers, and operands in two directions
 
