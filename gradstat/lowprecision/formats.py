@@ -85,9 +85,8 @@ class Format:
 
 
 _TENSOR = "TransformerEngine's Float8CurrentScaling (compute_scale_from_amax)"
-_BLOCKS = (
-    "DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2; scale as TransformerEngine's Float8BlockScaling"
-)
+_DEEPSEEK = "DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2"
+_FLOAT32_BLOCKS = "scale as TransformerEngine's Float8BlockScaling with float32 scales"
 _OCP = "OCP Microscaling Formats (MX) Specification v1.0, section 6.3"
 _RCEIL = "Recipes for Pre-training LLMs with MXFP8 (arXiv 2506.08027), and cuBLAS, 1D block quantization"
 _NVFP4 = "Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), and TransformerEngine's NVFP4BlockScaling"
@@ -95,13 +94,7 @@ _NVFP4 = "Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), and T
 FORMATS: dict[str, Format] = {
     "e4m3": Format(E4M3, 0, "float32", _TENSOR),
     "e5m2": Format(E5M2, 0, "float32", _TENSOR),
-    "e4m3-128": Format(
-        E4M3,
-        128,
-        "float32",
-        f"{_BLOCKS}; scale as TransformerEngine's Float8BlockScaling with float32 scales",
-        weight_block=128,
-    ),
+    "e4m3-128": Format(E4M3, 128, "float32", f"{_DEEPSEEK}; {_FLOAT32_BLOCKS}", weight_block=128),
     "mxfp8": Format(E4M3, 32, "floor", _OCP),
     "mxfp8-rceil": Format(E4M3, 32, "ceil", _RCEIL),
     "mxfp4": Format(E2M1, 32, "floor", _OCP),
