@@ -38,7 +38,7 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     count = len(steps)
     steps = _steps_to_show(recording, steps, cells)
     is_shown = np.isin(recording.steps, steps)
-    diagnosis = Diagnosis.of(recording)
+    diagnosis, rules = Diagnosis.of(recording), recording.meta.get("rules")
     findings = diagnosis.findings
     worst = max((SEVERITIES.index(finding.severity) for finding in findings), default=0)
     kept = sorted(range(len(findings)), key=lambda i: findings[i].severity != "error")[:_MOST_FINDINGS]
@@ -70,7 +70,8 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         ],
         "findingsLeftOut": len(findings) - len(kept),
         "backwardOrder": list(recording.backward_order),
-        "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
+        "rules": len(rules) if isinstance(rules, list) else 0,
+        "meta": [[key, _formatted(value)] for key, value in recording.meta.items() if value not in ("", None)],
         "gradstat": __version__,
     }
 

@@ -234,6 +234,7 @@ class Reviewer:
             "devices": sorted({str(parameter.device) for parameter in parameters}),
             "parameters": sum(p.numel() for p in parameters if not is_uninitialized(p)),
             "steps": self.steps,
+            "rules": [rule.name for rule in self.rules.rules],
             "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "why": why,
             "ended_by": self._ended_by,

@@ -75,7 +75,7 @@ class Recording:
             ``"exp_avg"`` and so on.
         findings: Findings of the rules, in the order in which they were found.
         backward_order: Parameters in the order in which their gradients were complete; empty if not known.
-        meta: JSON-able information about the run: versions, device, model, when and why it was saved.
+        meta: JSON-able information about the run: versions, device, model, rules, when and why it was saved.
     """
 
     steps: npt.NDArray[np.int64]

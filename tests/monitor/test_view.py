@@ -12,7 +12,7 @@ import pytest
 from helpers.recordings import HOSTILE, recording, spoil
 from helpers.training_faults import FAULTS, Fault, inject
 
-from gradstat.monitor import Diagnosis, Finding, Recording, page_data, write_page
+from gradstat.monitor import Diagnosis, Finding, Recording, page_data, view, write_page
 from gradstat.recording import COLUMNS
 
 CULPRIT = "blocks.0.mlp.down.weight"  # of `recording(names=HOSTILE)`
@@ -211,15 +211,16 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page.text("measured") == "parameter, last measured in step 30"
 
 
-def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
-    map_width = page("$('#heat')._fullLayout._size.w")
+def test_the_scrubber_moves_a_line_with_its_step_and_everything_else(page: Page) -> None:
+    left, width = page("[$('#heat')._fullLayout._size.l, $('#heat')._fullLayout._size.w]")
     for step in (0, 20, 39):
         page.scrub(step)
         assert page.step == f"step {step} of 39"
-        assert page("$('#curtain').dataset.measurement") == str(step)
+        assert page("$('#heat-cursor').dataset.label") == f"step {step}"
         assert page.text("worst-title") == f"Tensors in step {step}, most unusual first"
-        width = page("$('#curtain').getBoundingClientRect().width")
-        assert width == pytest.approx(map_width * (39 - step) / 40, abs=4 if step < 39 else 2)
+        assert float(page("parseFloat($('#heat-cursor').style.left)")) == pytest.approx(
+            left + width * (step + 0.5) / 40, abs=1
+        )
     bars = "$('#profile').data[0].x"
     before = page(bars)
     page.scrub(3)
@@ -282,6 +283,7 @@ def test_a_name_or_a_row_of_the_map_shows_every_field_of_its_tensor(page: Page) 
     page.actions().click().perform()
     page.wait("!$('#detail').hidden")
     assert page.text("detail-title") == CULPRIT
+    assert page.step == "step 7 of 39"
 
 
 def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
@@ -316,7 +318,7 @@ def test_the_table_sorts(page: Page) -> None:
         norms = [float(row[4].replace(",", "").replace("\N{MINUS SIGN}", "-")) for row in page.rows()]
         assert norms == sorted(norms, reverse=descends)
         assert len(norms) == 23  # of 24, one never had a gradient
-        assert page("$('th[aria-sort]').dataset.key") == "l2_norm"
+        assert [page("$('th[aria-sort]').dataset.key"), page.text("worst-title")] == ["l2_norm", "Tensors in step 30"]
     page.click("#worst th[data-key=name] button")
     assert [row[0] for row in page.rows()][-1] == recording(names=HOSTILE).tables["gradient"].names[-1]
 
@@ -331,15 +333,114 @@ def test_dark_and_small_screens(page: Page) -> None:
         page.wait(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
         page.wait("$('#heat')._fullLayout.width < 400")
         assert page("document.documentElement.scrollWidth") <= 400
-        # At the new size, the curtain begins at the right edge of the current step.
+        # At the new size, the line is in the middle of the current step.
         plot = "$('#heat')"
-        edge = f"{plot}._fullLayout.xaxis._offset + {plot}._fullLayout.xaxis.d2p(30.5)"
-        page.wait(f"Math.abs(parseFloat($('#curtain').style.left) - ({edge})) < 1")
+        middle = f"{plot}._fullLayout.xaxis._offset + {plot}._fullLayout.xaxis.d2p(30)"
+        page.wait(f"Math.abs(parseFloat($('#heat-cursor').style.left) - ({middle})) < 1")
         page.wait(f"{plot}._fullLayout.margin.l < 140")
         assert "b.1.a.qkv.weight" in page("[...$$('#heat .ytick text')].map((t) => t.textContent)")
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_first_screen_shows_the_finding_the_run_and_the_tensors(show: Any) -> None:
+    page = show(recording())
+    metrics = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        for rule in (None, *ONE_EACH):
+            page = show(inject(ONE_EACH[rule])[1]) if rule else page
+            assert page("$('h1').offsetHeight") <= 2 * 1.3 * 19 + 1, page.text("headline")
+        made = recording(n=53)
+        page = show(made)
+        bottom = "getBoundingClientRect().bottom"
+        shown = page(f"[$('.finding .body').{bottom}, $('#series').{bottom}, $('#heat .ytick').{bottom}]")
+        assert shown == sorted(shown)
+        assert shown[-1] < 700
+        # Not every row has room for its label; the one with NaN has it.
+        labels = page("[...$$('#heat .ytick text')].map((t) => t.textContent)")
+        assert [name in labels for name in made.tables["gradient"].names[25:28]] == [False, True, False]
+        assert page("document.documentElement.scrollWidth") <= 1280
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_keyboard_reaches_everything_and_charts_are_in_words(show: Any) -> None:
+    from selenium.webdriver import Keys
+
+    page = show(recording())
+    culprit = page.rows()[0][0]
+    page.run("document.body.tabIndex = -1; document.body.focus()")
+    reached = []
+    for _ in range(60):
+        page.actions().send_keys(Keys.TAB).perform()
+        reached.append(page("((e) => e.id || e.textContent || e.className)(document.activeElement)"))
+        assert page("getComputedStyle(document.activeElement).outlineStyle") != "none", reached[-1]
+        if page("document.activeElement.closest('#about') !== null"):
+            break
+    controls = ["play", "incident", "step", "kind", "column"]
+    places = ["Go to step 30", f"Show gradient {culprit}", *controls, "Mean", culprit]
+    assert [name for name in reached if name in places] == places
+    assert page("$$('[role=img]').length") >= 6
+    name = "(e) => e.ariaLabel || document.getElementById(e.getAttribute('aria-labelledby'))?.textContent"
+    names = page(f"[...$$('[role=img], [role=region], input, table, main section:not([hidden])')].map({name})")
+    assert all(names), names
+    said = page("$('[data-series=norm] .plot').ariaLabel")
+    assert re.fullmatch(
+        r"gradient norm: smallest \S+ in step \d+, largest \S+ in step \d+, last \S+ in step 39; "
+        "NaN or Inf in step 30",
+        said,
+    )
+    page.run("[...$$('#worst tbody button')][2].focus()")
+    opener = page("document.activeElement.textContent")
+    page.actions().send_keys(Keys.ENTER).perform()
+    assert page("document.activeElement.id") == "detail-title"
+    page.run("$('#close').focus()")
+    page.actions().send_keys(Keys.ENTER).perform()
+    assert page("document.activeElement.textContent") == opener
+
+
+def test_texts_have_the_contrast_of_wcag_aa() -> None:
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    schemes = re.findall(r":root \{(.*?)\}", (Path(view.__file__).parent / "page" / "page.css").read_text(), re.DOTALL)
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colors = dict(re.findall(r"--(\w+): (#\w{6})", scheme))
+        for text in ("ink", "muted", "accent", "error", "warning", "info", "ok"):
+            for behind in ("ground", "surface"):
+                low, high = sorted(luminance(colors[name]) for name in (text, behind))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (text, behind)
+
+
+def test_a_run_without_findings_says_what_was_checked_and_what_stood_out(show: Any) -> None:
+    made = recording(incident=None)
+    made.meta |= {"rules": ["loss-spike", "no-learning"], "culprit": "", "optimizer": None}
+    norms = made.tables["gradient"].column("l2_norm")
+    norms[:] = 1
+    norms[17, 5] = 53.9
+    made.scalars["norm"][:] = 2
+    made.scalars["norm"][21] = 7
+    page = show(made)
+    facts = page("[...$$('#checked > div')].map((row) => [...row.children].map((part) => part.textContent.trim()))")
+    assert [fact for fact in facts if fact[0] != "Largest loss"] == [
+        ["Rules", "2 ran, no error and no warning"],
+        ["NaN or Inf", "in no tensor"],
+        ["Largest gradient norm", "7 step 21"],
+        [
+            "Gradient furthest above its median norm",
+            f"53.9 \N{MULTIPLICATION SIGN} {made.tables['gradient'].names[5]} in step 17",
+        ],
+        ["Tensors measured", "gradient: 24 in 40 steps \N{MIDDLE DOT} parameter: 24 in 8 steps"],
+    ]
+    page.run("[...$$('#checked button')].at(-1).click()")
+    assert [page.step, page.text("detail-title")] == ["step 17 of 39", made.tables["gradient"].names[5]]
+    assert not {"culprit", "optimizer"} & set(page("[...$$('#meta dt')].map((term) => term.textContent)"))
+    assert show(recording())("$('#checked').childElementCount") == 0
 
 
 def test_long_runs_are_pooled_and_lose_no_bad_step(show: Any) -> None:

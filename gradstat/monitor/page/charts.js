@@ -30,6 +30,25 @@ function pixel(plot, x) {
   return xaxis._offset + Math.min(xaxis._length, Math.max(0, xaxis.d2p(x)));
 }
 
+// The indices of the smallest and the largest finite value; undefined if there is none.
+function extremes(values) {
+  let low, high;
+  values.forEach((x, i) => {
+    if (!Number.isFinite(x)) return;
+    if (!(x >= values[low])) low = i;
+    if (!(x <= values[high])) high = i;
+  });
+  return [low, high];
+}
+
+// A series in a sentence, for those who do not see its chart; `nonfinite` are indices of NaN or Inf.
+function inWords(label, steps, values, nonfinite, format) {
+  const [low, high] = extremes(values), say = (i) => `${format(values[i])} in step ${steps[i]}`;
+  const range = low === undefined ? "no finite value" : `smallest ${say(low)}, largest ${say(high)}, last ${say(values.length - 1)}`;
+  const more = nonfinite.length > 1 ? ` and ${nonfinite.length - 1} more` : "";
+  return `${label}: ${range}${nonfinite.length ? `; NaN or Inf in step ${steps[nonfinite[0]]}${more}` : ""}`;
+}
+
 // Draws a series over the steps into `box`.
 //   steps, values   the data; NaN and Inf become marks at the upper edge
 //   missing         whether nothing was measured at an index, which is drawn as a gap
@@ -73,6 +92,8 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], nonf
     yaxis: axis(log ? { type: "log", tickvals: decades.map((z) => 10 ** z), ticktext: decades.map(power) } : largest < 1e-2 ? { nticks: 5, exponentformat: "e", minexponent: 2 } : { nticks: 5, tickformat: "~g" }),
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
   }, CONFIG);
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", inWords(label, steps, values, at, format));
   if (onStep) plot.on("plotly_click", (event) => onStep(steps.indexOf(event.points[0].x)));
   const follow = {
     box,
@@ -113,7 +134,7 @@ function drawScalars(data, onStep) {
   const notFinite = data.scalars.find(({ name }) => name === "loss_nonfinite");
   const place = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   const series = [...data.scalars].sort((a, b) => place(a) - place(b));
-  const constant = [];
+  const constant = [], draw = [];
   clearCharts(byId("series"));
   for (const { name, values, there } of series) {
     const label = LABELS[name] ?? name;
@@ -130,8 +151,9 @@ function drawScalars(data, onStep) {
       // The norm of the finite elements is drawn only where it is another one.
       const box = element("div");
       byId("series").append(box);
-      drawSeries(box, { name, label, steps: data.steps, values, missing, marks, onStep });
+      draw.push(() => drawSeries(box, { name, label, steps: data.steps, values, missing, marks, onStep }));
     }
   }
+  draw.forEach((make) => make()); // their width depends on how many there are
   byId("constant").textContent = constant.length ? `The same in every step: ${constant.join(" \u00b7 ")}.` : "";
 }

@@ -46,6 +46,11 @@ class Table {
   nonfinite(j, i) { return this.value("nan_count", j, i) > 0 || this.value("inf_count", j, i) > 0; }
   absent(j, i) { return Number.isNaN(this.value("nan_count", j, i)); }
 
+  badCells() {
+    const inf = this.column("inf_count");
+    return this.column("nan_count").filter((n, k) => n > 0 || inf[k] > 0).length;
+  }
+
   // The last measurement at or before a step; -1 if there is none.
   measurement(step) { return this.at.findLastIndex((place) => place <= step); }
 
@@ -107,5 +112,7 @@ function element(tag, properties = {}, ...children) {
 const escaped = (textContent) => element("p", { textContent }).innerHTML;
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const button = (className, textContent, onclick) => element("button", { type: "button", className, textContent, onclick });
+// A text whose long names wrap after their dots.
+const breakable = (text) => text.split(/(?<=\.)(?=\w)/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
+const button = (className, text, onclick) => element("button", { type: "button", className, onclick }, ...breakable(text));
 const plural = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;

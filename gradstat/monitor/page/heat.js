@@ -53,12 +53,7 @@ function colouring(table, column) {
 
 class HeatMap {
   constructor(data, { onTensor, onMeasurement }) {
-    Object.assign(this, { data, onTensor, plot: byId("heat"), profile: byId("profile"), curtain: byId("curtain") });
-    this.curtain.addEventListener("click", (event) => {
-      const rect = this.plot.getBoundingClientRect(), { xaxis } = this.plot._fullLayout;
-      const bin = xaxis.p2d(event.clientX - rect.left - xaxis._offset);
-      onMeasurement(Math.min(this.table.m - 1, Math.max(0, Math.floor((bin + 0.5) * this.pooled))));
-    });
+    Object.assign(this, { data, onTensor, onMeasurement, plot: byId("heat"), profile: byId("profile"), cursor: byId("heat-cursor") });
   }
 
   draw(table, column) {
@@ -74,11 +69,17 @@ class HeatMap {
     const { low, high, ticks } = this.colours;
     const narrow = window.innerWidth < 720;
     const length = narrow ? 20 : 34;
-    const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
-    const every = Math.max(1, Math.ceil((table.n * 13) / (height - 48)));
-    const rows = Array.from({ length: Math.ceil(table.n / every) }, (_, r) => r * every);
-    this.plot.style.height = this.profile.style.height = `${height}px`;
-    this.margin = { t: 6, b: 42 };
+    this.margin = { t: 20, b: 42 };
+    // Where the map begins on the first screen it is no higher than that has room for, unless rows were too thin.
+    const above = this.plot.getBoundingClientRect().top + window.scrollY, room = window.innerHeight - above - 86;
+    const height = Math.min(760, Math.max(220, 4 * table.n, Math.min(15 * table.n, room > 0 ? room : Infinity)));
+    this.height = height + this.margin.t + this.margin.b;
+    this.plot.style.height = this.profile.style.height = `${this.height}px`;
+    // A label takes 13 pixels. The first rows with NaN or Inf keep theirs, and others make room for them.
+    const every = Math.max(1, Math.ceil((13 * table.n) / height));
+    const bad = nonfinite.flatMap((row, j) => (row.includes(1) ? [j] : [])).filter((j, k, all) => !k || j - all[k - 1] >= every);
+    const evenly = Array.from({ length: Math.ceil(table.n / every) }, (_, r) => r * every);
+    const rows = [...bad, ...evenly.filter((j) => bad.every((b) => Math.abs(b - j) >= every))].sort((a, b) => a - b);
     const left = Math.max(40, Math.min(narrow ? 136 : 250, 14 + 7 * Math.max(0, ...rows.map((j) => Math.min(length, table.names[j].length)))));
     const y = { tickvals: rows, range: [table.n - 0.5, -0.5], fixedrange: table.n < 40 };
     Plotly.react(this.plot, [
@@ -88,7 +89,7 @@ class HeatMap {
       ...[["absent", absent, "absent"], ["nonfinite", nonfinite, "error"]].map(([name, rows, tint]) => (
         flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(nonfinite, left),
     ], {
-      ...baseLayout({ l: left, r: 70, ...this.margin }),
+      ...baseLayout({ l: left, r: 70, ...this.margin }), height: this.height,
       xaxis: axis({ range: [-0.5, this.bins - 0.5], fixedrange: false, showgrid: false, title: { text: "step", standoff: 4 }, ...this.stepTicks() }),
       yaxis: axis({ ...y, showgrid: false, ticktext: rows.map((j) => escaped(shortened(table.names[j], length))) }),
     }, CONFIG);
@@ -100,8 +101,7 @@ class HeatMap {
       ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
   }
 
-  // An arrow marks the first cell of each run of cells with NaN or Inf, to be seen beside the darkest column. It is
-  // drawn left of the cell, where the curtain does not cover it.
+  // An arrow left of the first cell of each run of cells with NaN or Inf, to be seen beside the darkest column.
   pointers(nonfinite, left) {
     const width = (this.plot.clientWidth - left - 70) / this.bins;
     const x = [], y = [];
@@ -145,20 +145,20 @@ class HeatMap {
     return { tickvals: bins, ticktext: bins.map((b) => String(this.data.steps[this.table.at[b * this.pooled]])) };
   }
 
-  // Uncovers the measurements up to a step, and draws that step's profile.
+  // Marks the last measurement up to a step, and draws its profile.
   show(step) {
     this.step = step;
-    this.cover();
+    this.point();
     if (getComputedStyle(this.profile).display !== "none") this.drawProfile(this.table.measurement(step));
   }
 
-  cover() {
-    const { table, plot } = this;
+  point() {
+    const { table, plot, cursor } = this;
     if (this.step === undefined) return;
-    const i = table.measurement(this.step);
-    const size = plot._fullLayout._size, x = pixel(plot, (i + 1) / this.pooled - 0.5);
-    Object.assign(this.curtain.style, { left: `${x}px`, width: `${Math.max(0, size.l + size.w - x)}px`, top: `${size.t}px`, height: `${size.h}px` });
-    this.curtain.dataset.measurement = i;
+    const i = table.measurement(this.step), size = plot._fullLayout._size;
+    const left = pixel(plot, i < 0 ? -0.5 : Math.floor(i / this.pooled));
+    Object.assign(cursor.style, { left: `${left}px`, top: `${size.t}px`, height: `${size.h}px` });
+    cursor.dataset.label = i < 0 ? "" : `step ${this.data.steps[table.at[i]]}`;
   }
 
   drawProfile(i) {
@@ -177,7 +177,7 @@ class HeatMap {
       type: "bar", orientation: "h", y: table.names.map((_, j) => j), x: zs, base, hoverinfo: "none",
       marker: { color: nonfinite.map((b) => (b ? color("error") : SIGNED.has(column) ? color("accent") : tint)) },
     }], {
-      ...baseLayout({ l: 4, r: 16, ...this.margin }), bargap: table.n > 60 ? 0.1 : 0.3, dragmode: false,
+      ...baseLayout({ l: 4, r: 16, ...this.margin }), height: this.height, bargap: table.n > 60 ? 0.1 : 0.3, dragmode: false,
       xaxis: axis({ range: [low, high + (high - low) * 0.02], tickvals: every2nd.map((t) => t.z),
         ticktext: every2nd.map((t) => t.text), title: { text: i < 0 ? "" : `in step ${this.data.steps[table.at[i]]}`, standoff: 4 } }),
       yaxis: axis({ ...this.rowAxis, range: this.plot._fullLayout.yaxis.range, showticklabels: false, showgrid: false }),
@@ -193,10 +193,13 @@ class HeatMap {
     plot.dataset.listening = "yes";
     plot.on("plotly_hover", (e) => this.tip(e.event, e.points[0].y, ...range(e.points[0].x)));
     plot.on("plotly_unhover", () => { byId("tip").hidden = true; });
-    plot.on("plotly_click", (e) => this.onTensor(e.points[0].y));
+    plot.on("plotly_click", (e) => {
+      this.onMeasurement(Math.max(0, range(e.points[0].x)[0]));
+      this.onTensor(e.points[0].y);
+    });
     if (plot !== this.plot) return;
     plot.on("plotly_relayout", () => this.show(this.step));
-    plot.on("plotly_afterplot", () => this.cover()); // the size may have changed
+    plot.on("plotly_afterplot", () => this.point()); // the size may have changed
   }
 
   // Shows what is under the pointer, for measurements `from` up to but not including `to`.

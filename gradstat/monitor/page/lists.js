@@ -5,7 +5,7 @@ const ROWS_SHOWN = 12;
 
 // Pairs as terms and descriptions.
 const described = (pairs) => pairs.flatMap(([key, value]) => [
-  element("dt", { textContent: key }), element("dd", { textContent: value }),
+  element("dt", { textContent: key }), element("dd", {}, ...breakable(value)),
 ]);
 
 function drawFindings(data, { onStep, onName }) {
@@ -31,7 +31,8 @@ function drawFindings(data, { onStep, onName }) {
     if (data.tables.some((t) => t.kind === finding.about && t.names.includes(finding.name))) {
       where.append(button("name", `Show ${finding.about} ${finding.name}`, () => onName(finding.about, finding.name)));
     }
-    box.append(body, where);
+    (body.lastChild ?? body).append(where);
+    box.append(body);
     return box;
   });
   byId("findings").replaceChildren(...made);
@@ -41,12 +42,40 @@ function drawFindings(data, { onStep, onName }) {
   all.textContent = `Show all ${made.length}${more} findings`;
   all.onclick = () => { made.forEach((box) => { box.hidden = false; }); all.hidden = true; };
   addEventListener("beforeprint", () => made.forEach((box) => Object.assign(box, { open: true, hidden: false })));
-  byId("diagnosis").hidden = !made.length && !byId("summary").textContent.trim();
+  if (data.steps.length && data.findings.every((finding) => finding.severity === "info")) drawChecked(data, { onStep, onName });
+  byId("diagnosis").hidden = !byId("diagnosis").textContent.trim();
+}
+
+// What was checked, and what stood out most, in a run without errors and warnings.
+function drawChecked(data, { onStep, onName }) {
+  const bad = data.tables.reduce((sum, table) => sum + table.badCells(), 0);
+  const facts = [["NaN or Inf", bad ? `in ${plural(bad, "measurement")}` : "in no tensor"]];
+  if (data.rules) facts.unshift(["Rules", `${data.rules} ran, no error and no warning`]);
+  for (const [name, label] of [["loss", "Largest loss"], ["norm", "Largest gradient norm"]]) {
+    const values = data.scalars.find((series) => series.name === name)?.values, [, at] = extremes(values ?? []);
+    if (at !== undefined) facts.push([label, short(values[at]), button("name", `step ${data.steps[at]}`, () => onStep(at))]);
+  }
+  const table = data.tables.find((t) => t.kind === "gradient");
+  let most = { ratio: 0 };
+  for (let j = 0; table && j < table.n; j++) {
+    const [, i] = extremes(table.column("l2_norm").subarray(j * table.m, (j + 1) * table.m));
+    const ratio = table.value("l2_norm", j, i) / table.usualNorm(j);
+    if (ratio > most.ratio && Number.isFinite(ratio)) most = { ratio, j, i };
+  }
+  if (most.ratio) {
+    const name = table.names[most.j], at = table.at[most.i];
+    facts.push(["Gradient furthest above its median norm", `${short(Number(most.ratio.toPrecision(3)))} \u00d7`,
+      button("name", name || "(no name)", () => { onStep(at); onName("gradient", name); }), `in step ${data.steps[at]}`]);
+  }
+  const measured = data.tables.map((t) => `${t.kind}: ${t.n.toLocaleString("en")} in ${plural(t.m, "step")}`);
+  facts.push(["Tensors measured", measured.join(" \u00b7 ")]);
+  byId("checked").replaceChildren(...facts.map(([term, ...parts]) => element("div", {},
+    element("dt", { textContent: term }), element("dd", {}, ...parts.flatMap((part) => [part, " "])))));
 }
 
 // The columns of the table of the worst tensors, and their headings.
 const WORST = {
-  name: "Tensor", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 median norm", l2_norm: "Finite norm", max_abs: "Largest |x|",
+  name: "Name", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 median norm", l2_norm: "Finite norm", max_abs: "Largest |x|",
   mean: "Mean", std: "Std", zero_fraction: "Zeros",
 };
 
@@ -79,7 +108,7 @@ class WorstTable {
   show(data, table, step) {
     Object.assign(this, { table, i: table.measurement(step) });
     const { i } = this;
-    byId("worst-title").textContent = i < 0 ? "Tensors" : `Tensors in step ${data.steps[table.at[i]]}, most unusual first`;
+    this.title = i < 0 ? "Tensors" : `Tensors in step ${data.steps[table.at[i]]}`;
     byId("measured").textContent = i < 0 ? `No ${table.kind} had been measured by this step.`
       : table.at[i] === step ? table.kind : `${table.kind}, last measured in step ${data.steps[table.at[i]]}`;
     this.fill();
@@ -102,6 +131,7 @@ class WorstTable {
   fill() {
     const { table } = this;
     const order = this.order(), shownRows = this.all ? order : order.slice(0, ROWS_SHOWN);
+    byId("worst-title").textContent = this.title + (this.sort || this.i < 0 ? "" : ", most unusual first");
     for (const head of this.heads) {
       if (this.sort?.key === head.dataset.key) head.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
       else head.removeAttribute("aria-sort");

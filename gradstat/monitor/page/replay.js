@@ -6,7 +6,8 @@ async function main() {
   const data = await readRecording();
   document.head.append(element("script", { textContent: await inflated(byId("plotly").textContent).text() }));
   const last = data.steps.length - 1;
-  const state = { step: data.incident >= 0 ? data.incident : Math.max(0, last), table: null, column: "l2_norm", tensor: null };
+  const state = { step: data.incident >= 0 ? data.incident : Math.max(0, last), table: null, column: "l2_norm", tensor: null,
+    opener: null };
   const slider = byId("step"), play = byId("play");
   let timer = null;
 
@@ -95,12 +96,15 @@ async function main() {
     drawDetail(data, state.table, j, goTo);
     for (const follow of cursors) follow.move(state.step);
     if (!move) return;
+    state.opener = document.activeElement;
     byId("detail-title").focus({ preventScroll: true });
     const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
     byId("detail").scrollIntoView({ behavior: calm ? "auto" : "smooth", block: "end" });
   }
 
   function close() {
+    const opener = state.opener?.isConnected ? state.opener : slider;
+    if (byId("detail").contains(document.activeElement)) opener.focus({ preventScroll: true });
     byId("detail").hidden = true;
     state.tensor = null;
     clearCharts(byId("fields"));
@@ -114,6 +118,7 @@ async function main() {
     const stride = Math.max(1, Math.ceil(goal / 300));
     const pause = Math.min(200, Math.max(40, LONGEST_REPLAY / Math.max(1, (goal - state.step) / stride)));
     play.textContent = "Pause";
+    byId("now").ariaLive = "off"; // not every step of a replay is to be read out
     const advance = () => {
       show(Math.min(goal, state.step + stride));
       if (state.step >= goal) stop(); else timer = setTimeout(advance, pause);
@@ -125,6 +130,7 @@ async function main() {
     clearTimeout(timer);
     timer = null;
     play.textContent = "Play";
+    byId("now").ariaLive = "polite";
   }
 
   // Keys of the whole page, except where an element has its own meaning for them.
