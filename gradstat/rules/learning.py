@@ -30,7 +30,7 @@ from gradstat.rules.rows import Bools, Rows, Window
 
 _NEVER_WARM = "a learning rate warm-up over far too many steps, or one that is stepped per epoch instead of per step"
 _SCALED = "a loss or gradients that are multiplied by almost 0"
-_EPS = "an eps of the optimizer that is far too large, or a loss that is multiplied by almost 0"
+_EPS = "an optimizer eps that is far too large, or a loss that is multiplied by almost 0"
 _USUAL_EPS = "use the optimizer's usual eps: 1e-8 for Adam"
 _HARD = "inputs that say little about the labels, or terms of the loss that work against each other"
 
@@ -135,12 +135,12 @@ class GrowingWeights(_ChangedWeights):
 class ShrinkingWeights(_ChangedWeights):
     """Weights that shrink to a third of their norm, or under weight decay to 60 % of it, while the loss stays high.
 
-    90 % suffice if the decay takes more than 1/200 of a weight in each step.
+    A decay that takes more than 1/200 of a weight in each step is reported at 90 % of the norm.
     """
 
     name = "shrinking-weights"
     causes = ("a weight decay that is far too large",)
-    advice = ("lower weight_decay= of the optimizer, by a factor of ten at first",)
+    advice = ("lower the optimizer's weight_decay, by a factor of ten at first",)
     series = "weight_decay"
 
     # Shares of the norm and of chance, from which on a weight decay outweighs the loss in so many steps. The share of
@@ -163,10 +163,10 @@ class ShrinkingWeights(_ChangedWeights):
 
 
 class TinySteps(LearningRule):
-    """Weights that have hardly moved, by the median of estimates, and the loss is what it was.
+    """Weights that have hardly moved, by the median of estimates, while the loss has not fallen.
 
-    It is judged once, after 192 losses, or after 240 if the learning rate still rises. Weights that have been trained
-    before may move far less than fresh ones.
+    It is reviewed once, after 192 losses, or after 240 if the learning rate still rises. Weights that have been trained
+    before may move far less than newly initialised ones.
     """
 
     name = "tiny-steps"
@@ -231,9 +231,9 @@ class TinySteps(LearningRule):
             return
         causes, advice, run = [*self.causes], [*self.advice], window.run
         text = f"the median weight has moved by {moved:.1g} of its norm in {self._count} steps, at a learning rate of "
-        text += f"{rate:.3g}" + f", {rate / self._count:.1g} more in each" * self._is_warm_up
+        text += f"{rate:.3g}" + f", which rises by {rate / self._count:.1g} per step" * self._is_warm_up
         if window.value("finite_norm", row) < run.optimizer_eps * math.sqrt(numel):
-            text += f" and an eps of {run.optimizer_eps:g}, which gradients do not reach"
+            text += f" and an eps of {run.optimizer_eps:g}, far larger than the gradients"
             causes, advice = [_EPS, *causes], [_USUAL_EPS, *advice]
         elif run.step_size != "rate":
             causes.insert(int(rate < self._RATE), _SCALED)

@@ -52,11 +52,14 @@ _LATELY, _FOUR, _BEFORE = 60, 4, 16
 # What steps can have changed, times this, explains a change: those of Adam and of Nesterov's momentum may be larger.
 _SPARE = 3.0
 _TOO_FAR = "steps that are far too large: a learning rate far too high, or a loss or gradients far too large"
-_SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
+_SHRUNK = (
+    "weights that were overwritten with zeros, or multiplied by a small number",
+    "a weight decay that is far too large",
+)
 
 
 class ParameterJump(Rule):
-    """A parameter whose size jumped since its last measurement: overwritten, or hit by a wrong update.
+    """A parameter whose size jumps from one measurement to the next: overwritten, or hit by a wrong update.
 
     If its largest magnitude grew, it must also exceed 1 and all earlier weights, since one that begins near zero may
     grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before, but for growth by a
@@ -73,9 +76,9 @@ class ParameterJump(Rule):
         "an update that was far too large: a learning rate or an optimizer state that is wrong",
     )
     advice = (
-        "compare with the last checkpoint",
+        "compare the parameter with the last checkpoint",
         "if a single element jumped, suspect the hardware",
-        Remedy("go back to the checkpoint: on_anomaly='rollback'", "rollback"),
+        Remedy("on_anomaly='rollback' restores a step before it", "rollback"),
     )
 
     _largest, _norms = carried(PerName(math.nan)), carried(PerName(math.nan))
@@ -115,14 +118,14 @@ class ParameterJump(Rule):
             yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
         sizes_at = dict(zip(*sizes_of_weights(rows, 0), strict=True))
         name, ratio = _unlike(rows, fresh, sizes_at)
-        text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
+        text = f"{name} is {ratio:.3g} times as large at the start as the weights of the same name in other layers"
         if ratio <= _UNLIKE:
             of_layers = [i for i in sizes_at if fresh[i] and is_of_a_layer(rows.names[i], rows.names)]
             i = max(of_layers, key=lambda i: sizes_at[i], default=-1)
             ratio, name = sizes_at.get(i, 0.0), rows.names[i]
-            text = f"{name} begins {ratio:.3g} times as large as keeps signals their size"
+            text = f"{name} begins with {ratio:.3g} times the standard deviation that preserves activations' scale"
         if ratio > _UNLIKE and self.begins(name, rows.steps[0]):
-            causes = ("an initialisation of its own, or one that was applied twice",)
+            causes = ("an initialisation of this layer that differs from the others, or was applied twice",)
             yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
 
     def _jumps(self, rows: Rows, row: int, has_risen: bool) -> Iterable[Finding]:
@@ -172,8 +175,8 @@ class ParameterJump(Rule):
                 del self._infos[name]
                 rise = risen(before, after[1:], _FOUR)
                 if rise is not None:
-                    text = f"the norm of {name} has fallen far, and the loss rises to {rise:.4g} after it, "
-                    text += f"from at most {max(before):.4g}"
+                    text = f"the norm of {name} has fallen far, and then the loss rises to {rise:.4g}, from at most "
+                    text += f"{max(before):.4g} before"
                     yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=rise)
 
 
@@ -202,34 +205,36 @@ _MOVES = 1e-5
 # That is this fraction of the farthest move so far, per step and learning rate, while the norm of the gradients is no
 # less than this share of what it was then.
 _STOPS, _AS_STRONG = 1e-3, 0.1
-_SET_BACK = "weights that something sets back or rounds after each step: a restored copy, a grid of few values"
-_TINY = "gradients clipped to a tiny norm, or a loss multiplied by almost 0"  # not under Adam, whose steps have a size
+_SET_BACK = "code that sets back or rounds the weights after each step: a restored copy, quantization to few values"
+# Not under Adam, whose steps do not depend on the size of gradients.
+_TINY = "gradients that are clipped to a tiny norm, or a loss that is multiplied by almost 0"
 _HARDLY = (_SET_BACK, "a learning rate that is far too low")
 _ROUNDED = "updates below the precision of the weight: bfloat16 weights keep 8 bits"
-_LARGER = ("compare the norm that gradients are clipped to with their norm", "print the learning rate of all groups")
+_LARGER = ("compare the clipping limit with the gradient norm", "print the learning rate of every parameter group")
 
 
 class UnchangedParameter(Rule):
-    """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
+    """A parameter that has gradients and does not change, or all weights of a model that change by next to nothing.
 
-    Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range. Or a frozen
-    parameter or buffer of 16 bits, which is an average of a weight by its name and shape, does not follow it.
+    It is an info if some parameter groups have a learning rate of 0. How far a weight has moved is estimated from its
+    sum and its range. It is also reported if a frozen parameter or buffer in 16 bits, which is an average of a weight
+    by its name and shape, does not follow the weight.
 
     Args:
-        steps: Minimum number of steps without any change: after an incident, measurements are close together.
+        steps: The minimum number of steps without any change: after an incident, measurements are close together.
     """
 
     name = "unchanged-parameter"
     quiet = 1000
     causes = (
         "it is not in the optimizer, which was made before the parameter was replaced, tied, moved or cast",
-        "the learning rate of its group is 0",
+        "a learning rate of 0 for its parameter group",
         _ROUNDED,
         _SET_BACK,
     )
     advice = (
-        "make the optimizer after everything that replaces parameters",
-        "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
+        "make the optimizer after all code that replaces parameters",
+        "if the weights are bfloat16, keep float32 master weights or use stochastic rounding",
     )
 
     _measured = carried(0)
@@ -275,7 +280,7 @@ class UnchangedParameter(Rule):
             if fresh:
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
-                text += f"; {len(fresh) - 1} more have not changed either" * (len(fresh) > 1)
+                text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
                 rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
                 rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
                 severity: Severity = "info" if rests else self.severity
@@ -302,7 +307,7 @@ class UnchangedParameter(Rule):
         has_stopped = strength > _AS_STRONG * self._strength and moved < _STOPS * usual
         if moved < _MOVES and (math.isnan(usual) or has_stopped) and self.begins("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
-            text += f"; up to {usual:.2g} was usual before" * (usual > 0)
+            text += f"; before, it was up to {usual:.2g}" * (usual > 0)
             name = rows.names[int((moves == moved).argmax())]
             more = {"moved": moved, "steps": steps}
             causes = _HARDLY if window.run.second_moment_decay else (_TINY, *_HARDLY[::-1])
@@ -318,13 +323,13 @@ def _is_half(rows: Rows, name: str) -> bool:
 
 
 class Moves(NamedTuple):
-    """How far parameters have come since the last look.
+    """How far parameters have moved since they were last compared.
 
     Attributes:
-        steps: So many steps ago; 0 in the first look.
+        steps: The number of steps since then; 0 the first time.
         changes: By name, how often each was changed in place, as autograd counts it.
         cosines: By name of a weight, the cosine of some of its elements with what they were.
-        distances: And how far they have moved, by the root mean square.
+        distances: By name of a weight, the root mean square by which these elements have moved.
     """
 
     steps: int
@@ -345,22 +350,23 @@ _FAR_UP, _FAR_DOWN = 2.0, 30.0
 
 
 class OverwrittenParameter(Rule):
-    """A weight that something else than the optimizer has made another one, or a parameter whose norm it moved far.
+    """A parameter that other code than the optimizer has overwritten: a layer that is re-initialised, for example.
 
-    Autograd counts the changes in place of a tensor, and each step of the optimizer makes equally many. So one that has
-    more between two looks, and no whole number per step, was written to. Or elements of a weight have moved further
-    than learning rates allow. Or a weight that was like itself from look to look no longer is, though the rate has not
-    risen. Programs may prune, clamp or average, which leaves most of a weight as it was and makes it smaller.
+    Autograd counts the in-place changes of a tensor, and each optimizer step makes equally many. So a tensor with more
+    changes between two measurements, and no whole number per step, was written to. It was also overwritten if elements
+    of a weight have moved further than the learning rate allows, or if a weight that had hardly turned from one
+    measurement to the next suddenly points elsewhere, though the learning rate has not risen. Programs may prune, clamp
+    or average weights: that leaves most of a weight as it was, and makes it smaller.
     """
 
     name = "overwritten-parameter"
     quiet = 1000
     explained_by = ("second-moment-drop",)
     causes = (
-        "a layer that is initialised or loaded anew in the middle of the training",
+        "a layer that is re-initialised, or loaded again, in the middle of the training",
         "a callback that writes to weights: pruning, clamping, averaging, a restored copy",
     )
-    advice = ("look for code that changes this parameter outside of optimizer.step()",)
+    advice = ("find the code that changes this parameter outside of optimizer.step()",)
 
     _norms, _usual = carried(PerName(math.nan)), carried(PerName(0.0))  # and the largest change of its logarithm
     _cosines = carried(PerName(math.nan))  # at the last look
@@ -386,15 +392,16 @@ class OverwrittenParameter(Rule):
             those = [names[i] for i in np.flatnonzero(another).tolist() if self.begins(names[i], seen.step)]
             if those:
                 first, began = next((name for name in those if name in moved), those[0]), seen.step - moves.steps
-                text = f"{first} was changed in place by something else than the optimizer, after step {began}"
-                text += f", and {len(those) - 1} more" * (len(those) > 1)
+                text = f"{first} was changed in place by other code than the optimizer, after step {began}"
+                text += f"; the same holds for {len(those) - 1} more" * (len(those) > 1)
                 if first in moved:
                     old, new = moved[first]
-                    text += f"; the norm of the parameter went from {old:.3g} to {new:.3g}"
+                    text += f"; its norm went from {old:.3g} to {new:.3g}"
                     more: dict[str, Any] = {"before": old, "now": new}
                 else:
                     more = {"cosine": moves.cosines[first], "others": usual}
-                    text += f"; it is like what it was by a cosine of {more['cosine']:.2g}, and others by {usual:.3g}"
+                    text += f"; its cosine similarity with its value then is {more['cosine']:.2g}, against {usual:.3g} "
+                    text += "for the median weight"
                 yield self.found(began + 1, first, text, "parameter", parameters=those[:20], **more)
             np.copyto(before, cosines)
             self._rate, self._last_rate = 0.0, rate

@@ -1459,7 +1459,7 @@ CAUSES: dict[str, tuple[torch.dtype, bool, float, str, str]] = {
     "float32": (torch.float32, False, 1e-4, "", ""),
     "bfloat16 weights": (torch.bfloat16, False, 1.0, "", "updates below the precision of the weight"),
     "restored weights": (torch.float32, False, 1.0, "restored", "it is not in the optimizer"),
-    "rounded weights": (torch.float32, False, 1.0, "rounded", "weights that something sets back or rounds"),
+    "rounded weights": (torch.float32, False, 1.0, "rounded", "code that sets back or rounds the weights"),
 }
 
 
