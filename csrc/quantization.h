@@ -42,22 +42,13 @@ struct QuantizationFormat {
   int greatest;        // its exponent
 };
 
-// The columns of gradstat.QUANTIZATION_FIELDS.
+// The columns of gradstat.QUANTIZATION_FIELDS; all but the last two are sums.
 struct QuantizationRow {
-  double nonzero = 0, flushed = 0, saturated = 0, nonfinite = 0, sq_sum = 0, sq_error = 0;
-  double blocks = 0, blocks_flushed = 0, blocks_zero = 0;
+  double sums[9] = {};
   double scale_min = std::numeric_limits<double>::infinity(), scale_max = -scale_min;
 
   void merge(const QuantizationRow& other) {
-    nonzero += other.nonzero;
-    flushed += other.flushed;
-    saturated += other.saturated;
-    nonfinite += other.nonfinite;
-    sq_sum += other.sq_sum;
-    sq_error += other.sq_error;
-    blocks += other.blocks;
-    blocks_flushed += other.blocks_flushed;
-    blocks_zero += other.blocks_zero;
+    for (int i = 0; i < 9; ++i) sums[i] += other.sums[i];
     scale_min = std::min(scale_min, other.scale_min);
     scale_max = std::max(scale_max, other.scale_max);
   }

@@ -205,9 +205,11 @@ void quantize_tile(const typename Type::Storage* p, int64_t height, int64_t widt
     all_zero -= is_flushed & (rounded(most, format.least, format.steps) == 0);
   }
   const auto count = [](VInt lanes) { return static_cast<double>(reduce<int32_t>(lanes, kAdd)); };
-  row.merge({count(nonzero), count(flushed), count(saturated), count(nonfinite), total(squares[0] + squares[1]),
-             total(errors[0] + errors[1]), static_cast<double>(blocks), count(with_flushed), count(all_zero),
-             reduce<float>(low, kMin) * scaling.unit(), reduce<float>(high, kMax) * scaling.unit()});
+  row.merge(
+      {{count(nonzero), count(flushed), count(saturated), count(nonfinite), total(squares[0] + squares[1]),
+        total(errors[0] + errors[1]), static_cast<double>(blocks), count(with_flushed), count(all_zero)},
+       reduce<float>(low, kMin) * scaling.unit(),
+       reduce<float>(high, kMax) * scaling.unit()});
 }
 
 // Adds tiles of a tensor to a row.
