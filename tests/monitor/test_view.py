@@ -362,6 +362,10 @@ def test_the_first_screen_shows_the_finding_the_run_and_the_tensors(show: Any) -
         labels = page("[...$$('#heat .ytick text')].map((t) => t.textContent)")
         assert [name in labels for name in made.tables["gradient"].names[25:28]] == [False, True, False]
         assert page("document.documentElement.scrollWidth") <= 1280
+        widths = page(
+            "[...$$('#series .chart')].map((c) => [c.clientWidth, c.querySelector('.plot')._fullLayout.width])"
+        )
+        assert all(abs(box - drawn) <= 1 for box, drawn in widths), widths
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
