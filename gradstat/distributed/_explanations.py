@@ -62,7 +62,7 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         norms = list(dict.fromkeys(f"{norm:.6g}" for norm in self.predicted))
-        return f"{self.text}: {', '.join(norms[:4])}{', ...' * (len(norms) > 4)}"
+        return f"{self.text} (this would give {', '.join(norms[:4])}{', ...' * (len(norms) > 4)})"
 
 
 class _Change(NamedTuple):
@@ -84,7 +84,7 @@ def explain(
 
     ``own`` are the norms of the ranks' own tensors, ``whole`` is the right norm, ``tolerance`` relative.
     """
-    model = _Model(parts, own, ranks, whole)
+    model, clipped = _Model(parts, own, ranks, whole), _clipped(reported, whole, tolerance)
     for level, changes in enumerate((model.single, model.double)):
         every = list(changes())
         predicted = whole * np.sqrt(np.maximum([change.squares for change in every], 0.0))
@@ -93,8 +93,18 @@ def explain(
         fits = sorted(np.flatnonzero(apart <= tolerance).tolist(), key=lambda i: (apart[i] > _FINE, i))
         near = int((apart <= _AROUND).sum()) - len(fits)
         if fits and (level == 0 or near * tolerance / _AROUND <= _BY_CHANCE):
-            return [Explanation(every[i].words, tuple(predicted[i].tolist())) for i in fits]
-    return []
+            return [*clipped, *(Explanation(every[i].words, tuple(predicted[i].tolist())) for i in fits)]
+    return clipped
+
+
+def _clipped(reported: Sequence[float], whole: float, tolerance: float) -> list[Explanation]:
+    """That a clip came between, if it left a ``whole`` of so few digits that it may be a limit."""
+    limit = float(f"{whole:.{2 if tolerance < _FINE else 1}g}")
+    is_one = max(reported) <= min(reported) * (1 + tolerance)
+    if not is_one or min(reported) <= whole or abs(whole - limit) > tolerance * limit:
+        return []
+    words = f"the gradients were clipped to {limit:g} after this norm was taken: clip to 1e9, and audit again"
+    return [Explanation(words, tuple(reported))]
 
 
 class _Model:

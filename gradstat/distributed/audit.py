@@ -69,23 +69,34 @@ class NormAudit(Judged):
         return self.agrees and not self.suspicions
 
     def __str__(self) -> str:
-        given = listed(list(dict.fromkeys(f"{norm:.6g}" for norm in self.reported)), _NAMED)
-        title = f"gradstat: the norm {given} that {count_of(len(self.ranks), 'rank')} reported is "
-        kinds = Counter(part.kind for part in self.parts)
-        norms = {kind: math.hypot(*(part.norm for part in self.parts if part.kind == kind)) for kind in kinds}
-        counted = ", ".join(f"{kinds[kind]:,} {kind} (norm {norm:.6g})" for kind, norm in norms.items())
-        lines = [f"{title}right", f"  counted once: {counted}"]
+        given = list(dict.fromkeys(f"{norm:.6g}" for norm in self.reported))
+        norms, verb = ("norm", "is") if len(given) == 1 else ("norms", "are")
+        title = (
+            f"gradstat: the {norms} {listed(given, _NAMED)} that {count_of(len(self.ranks), 'rank')} reported {verb} "
+        )
+        lines = [f"{title}right", f"  counted once: {', '.join(self._counted())}"]
         if not self.agrees:
-            rounding = f"rounding explains a relative difference of {self.tolerance:.1g}"
-            lines[0] = f"{title}WRONG: the norm of all gradients is {self.whole:.6g} ({rounding})"
+            right = f"the norm of all gradients is {self.whole:.6g} (relative tolerance {self.tolerance:.1g})"
+            lines[0] = f"{title}WRONG: {right}"
         if self.explanations:
             lines.append(f"  {'each of these' if len(self.explanations) > 1 else 'this'} would explain it:")
             lines += lines_of(self.explanations, _SHOWN, lambda one: f"    {one}", "    and {} more")
         elif not self.agrees and not math.isnan(self.whole):
             largest = sorted(self.parts, key=lambda part: -part.norm)[:_LARGEST]
             lines.append("  no explanation found; the largest contributions:")
-            lines += [f"    {printable(part.name)} ({part.kind}): {part.norm:.6g}" for part in largest]
+            for part in largest:
+                where = format_ranks(part.ranks) if len(part.ranks) == 1 else f"on {len(part.ranks):,} ranks"
+                lines.append(f"    {printable(part.name)} ({part.kind}, {where}): {part.norm:.6g}")
         return "\n".join(map(wrapped, [*lines, *(f"  {suspicion}" for suspicion in self.suspicions)]))
+
+    def _counted(self) -> Iterator[str]:
+        """How many tensors of each kind there are, and their norm."""
+        for kind in dict.fromkeys(part.kind for part in self.parts):
+            some = [part for part in self.parts if part.kind == kind]
+            tensors = len({part.name for part in some})
+            pieces = f"{len(some):,} pieces, " if len(some) > tensors else ""
+            norm = math.hypot(*(part.norm for part in some))
+            yield f"{count_of(tensors, f'{kind} tensor')} ({pieces}norm {norm:.6g})"
 
 
 def audit_norm(target: Any, reported: Tensor | float, *, group: dist.ProcessGroup | None = None) -> NormAudit:

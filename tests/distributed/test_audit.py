@@ -185,6 +185,14 @@ def unreduced(made: Made) -> float:
     return made.own
 
 
+def clipped(made: Made) -> float:
+    """The norm before a clip."""
+    before = made.norm
+    for _, parameter in made.named:
+        parameter.grad = parameter.grad * (float(f"{before / 3:.1g}") / before)
+    return before
+
+
 def ranks_() -> int:
     return dist.get_world_size()
 
@@ -229,6 +237,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Made], float], str]] = {
     "order 1 of norms": ("ddp", lambda m: sum(norm_of([g]) for g in m.whole.values()), "the sum of the tensors'"),
     "no root": ("fsdp2", lambda m: m.norm**2, "the square of the norm"),
     "not reduced yet": ("ddp", unreduced, "each rank reports the norm of its own gradients, which are not"),
+    "clipped in between": ("ddp", clipped, r"the gradients were clipped to \S+ after"),
     "experts left out, all divided": (
         "ep", lambda m: without(m, "experts") / ranks_(), r"(part|blocks).* left out; and everything divided",
     ),
