@@ -132,8 +132,8 @@ class Diagnosis(Judged):
         counts = [sum(f.severity == severity for f in counted) for severity in ("error", "warning")]
         words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]
         return printable(
-            f"{' and '.join(words)} in {self.steps:,} steps of {self.model}; it began in step {first.step} with "
-            f"{first.name}: {first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
+            f"{' and '.join(words)} in {count_of(self.steps, 'step')} of {self.model}; it began in step {first.step} "
+            f"with {first.name}: {first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
         )
 
     def __str__(self) -> str:

@@ -84,6 +84,8 @@ def opened(
         try:
             reader = archive.Reader(file, limit)
             header = reader.header()
+            if (found := str(header.get("format"))) != form and found.startswith("gradstat "):
+                raise ValueError(f"it is a {found}; `gradstat golden make` makes a golden file of recordings")
             require(header, {"format": exactly(form)}, archive.HEADER)
             require_version(header, VERSION, archive.HEADER)
             return read(reader, header)
