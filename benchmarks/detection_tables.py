@@ -166,9 +166,9 @@ def in_short(rows: Sequence[Row]) -> str:
     middle, start = found(WHEN[0], "found"), found(WHEN[1], "found", "found later")
     other = next(tool for tool in middle if tool != MONITOR)
     ((with_golden, *_),) = (list(found(GOLDEN, "found").values()),)
-    lines = [["that begin mid-run, within 60 steps", middle[MONITOR], middle[other]]]
+    lines = [["begun mid-run, within 60 steps", middle[MONITOR], middle[other]]]
     from_start = f"{start[MONITOR]}; [golden runs](docs/golden.md): {with_golden}"
-    lines.append(["that exist from the first step, by step 300", from_start, start[other]])
+    lines.append(["present from the first step, by step 300", from_start, start[other]])
     healthy = _values(rows, HEALTHY).values()
     false = []
     for tool in (MONITOR, other):
