@@ -93,15 +93,17 @@ def explain(
         fits = sorted(np.flatnonzero(apart <= tolerance).tolist(), key=lambda i: (apart[i] > _FINE, i))
         near = int((apart <= _AROUND).sum()) - len(fits)
         if fits and (level == 0 or near * tolerance / _AROUND <= _BY_CHANCE):
-            return [*clipped, *(Explanation(every[i].words, tuple(predicted[i].tolist())) for i in fits)]
+            return [*(Explanation(every[i].words, tuple(predicted[i].tolist())) for i in fits), *clipped]
     return clipped
 
 
 def _clipped(reported: Sequence[float], whole: float, tolerance: float) -> list[Explanation]:
     """That a clip came between, if it left a ``whole`` of so few digits that it may be a limit."""
-    limit = float(f"{whole:.{2 if tolerance < _FINE else 1}g}")
+    is_fine = tolerance < _FINE
+    limit = float(f"{whole:.{2 if is_fine else 1}g}")
+    margin = tolerance if is_fine else tolerance + 2**-8  # a clip rounds its factor to bfloat16, too
     is_one = max(reported) <= min(reported) * (1 + tolerance)
-    if not is_one or min(reported) <= whole or abs(whole - limit) > tolerance * limit:
+    if not is_one or min(reported) <= whole or abs(whole - limit) > margin * limit:
         return []
     words = f"the gradients were clipped to {limit:g} after this norm was taken: clip to 1e9, and audit again"
     return [Explanation(words, tuple(reported))]

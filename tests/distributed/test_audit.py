@@ -185,14 +185,6 @@ def unreduced(made: Made) -> float:
     return made.own
 
 
-def clipped(made: Made) -> float:
-    """The norm before a clip."""
-    before = made.norm
-    for _, parameter in made.named:
-        parameter.grad = parameter.grad * (float(f"{before / 3:.1g}") / before)
-    return before
-
-
 def ranks_() -> int:
     return dist.get_world_size()
 
@@ -237,7 +229,6 @@ MISTAKES: dict[str, tuple[str, Callable[[Made], float], str]] = {
     "order 1 of norms": ("ddp", lambda m: sum(norm_of([g]) for g in m.whole.values()), "the sum of the tensors'"),
     "no root": ("fsdp2", lambda m: m.norm**2, "the square of the norm"),
     "not reduced yet": ("ddp", unreduced, "each rank reports the norm of its own gradients, which are not"),
-    "clipped in between": ("ddp", clipped, r"the gradients were clipped to \S+ after"),
     "experts left out, all divided": (
         "ep", lambda m: without(m, "experts") / ranks_(), r"(part|blocks).* left out; and everything divided",
     ),
@@ -301,6 +292,19 @@ def test_an_all_reduce_that_is_missing_is_told_though_the_norm_agrees() -> None:
     assert not audit.ok
     (told,) = audit.suspicions
     assert told.startswith("2 gradients of the same parameters differ between ranks 0, 1 (blocks.0.norm.weight, blocks")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_clip_after_the_norm_was_taken_explains_it(layout: str) -> None:
+    """Neither a norm that is right nor one that is too small is explained by it."""
+    made = make(layout, 3)
+    limit = float(f"{made.norm / 3:.1g}")
+    assert torch.nn.utils.clip_grad_norm_([parameter for _, parameter in made.named], limit) > limit
+    audit = audit_norm(made.named, made.norm)
+    assert audit.explanations[-1].text.startswith(f"the gradients were clipped to {limit:g} after this norm was taken")
+    assert audit_norm(made.named, limit).agrees
+    assert not any("clipped" in one.text for one in audit_norm(made.named, limit / 2).explanations)
 
 
 @on_ranks(4)
