@@ -17,14 +17,17 @@ class HeavyDropout(Rule):
     """A dropout layer that keeps at most a tenth of its input."""
 
     name = "heavy-dropout"
-    explains = ("no-learning", "unrelated-outputs")
+    explains = ("loss-spike", "no-learning", "unrelated-outputs")
     causes = ("the probability of keeping an element, passed as p=, which is the probability of dropping it",)
     advice = ("pass Dropout(p=) the share of elements that become zero: 0.1 keeps 90 %",)
 
+    _looked = carried(0)  # the step of the last look
+
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("dropped", []):
+            since, self._looked = self._looked + 1, seen.step
             if seen.value and not self._episodes:
-                name, step = seen.value[0] or "model", 0 if seen.step <= SOON else seen.step
+                name, step = seen.value[0] or "model", 0 if seen.step <= SOON else since
                 self.begins(name, step)
                 text = f"the dropout of {seen.value[0] or 'the model'} keeps a tenth of its input or less"
                 text += f"; the same holds for {len(seen.value) - 1} more" * (len(seen.value) > 1)

@@ -28,6 +28,8 @@ _FADES, _WITHIN, _LASTS = 1e-3, 50, 5
 # Weight decay or eps of a group grows by more than this factor between two looks. 0 counts as 0.05; a weight decay of
 # 0.5 is far above usual ones.
 _SETTING, _NO_DECAY = 10.0, 0.05
+# A momentum m averages 1 / (1 - m) gradients. Of 1 and more, infinitely many.
+_MOMENTA, _ALL = ("momentum", "beta1"), 1 - 1e-9
 _SETTINGS = (
     "a schedule that sets this value instead of lr",
     "an optimizer whose state or param_groups were restored or edited wrongly",
@@ -68,7 +70,7 @@ class _GrowthRule(Rule):
 
 
 class LearningRateJump(_GrowthRule):
-    """A learning rate that jumps, stays at 0, or is negative or NaN; also a weight decay or eps that jumps.
+    """A learning rate that jumps, stays at 0, or is negative or NaN; also a weight decay, eps or momentum that jumps.
 
     The rate of step 0 is not compared with later ones: a program may set it between the backward pass and the step.
     """
@@ -139,7 +141,8 @@ class LearningRateJump(_GrowthRule):
     def _of_settings(self, seen: Observation) -> Iterator[Finding]:
         for name, new in seen.value.settings.items():
             what, old = name.partition(" ")[0], self._settings.get(name, new)
-            if new > _SETTING * (old or _NO_DECAY) and self.begins(name, seen.step):
+            was, now = (1 / (1 - min(one, _ALL)) if what in _MOMENTA else one for one in (old, new))
+            if now > _SETTING * (was or _NO_DECAY) and self.begins(name, seen.step):
                 text = f"{name} has changed from {old:.4g} to {new:.4g} since step {self._looked}"
                 yield self.found(self._looked + 1, what, text, causes=_SETTINGS, before=old, now=new)
         self._settings, self._looked = {**seen.value.settings}, seen.step

@@ -115,10 +115,10 @@ class OptimizerSteps(Probe):
             ],
             besides=besides,
             settings={
-                f"{name} of group {i}": float(group[name])
+                f"{name} of group {i}": float(value)
                 for i, group in enumerate(groups)
-                for name in ("weight_decay", "eps")
-                if isinstance(group.get(name), int | float)
+                for name in ("weight_decay", "eps", "momentum", "beta1")
+                if isinstance(value := _setting(group, name), int | float)
             },
         )
 
@@ -169,6 +169,12 @@ _STEP_SIZES = (
     ((optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad), "rate"),
     (optim.SGD, "gradient"),
 )
+
+
+def _setting(group: Mapping[str, Any], name: str) -> Any:
+    """A setting of a group of an optimizer; None if it has none of this ``name``."""
+    betas = group.get("betas")
+    return group.get(name) if name != "beta1" else betas[0] if isinstance(betas, tuple | list) and betas else None
 
 
 def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
