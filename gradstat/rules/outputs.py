@@ -248,19 +248,21 @@ class RawTargets(TargetsRule):
     # distance is at most 12, and at most 160 times as large. By that step layers that begin at almost zero, which let
     # hardly any gradient through, have left it.
     _DISTANCE, _APART, _SOON = 40.0, 200.0, 16
-    # The evenness of absolute errors is larger, also if a mask leaves half of them; that of other losses is not.
-    _EVEN = 0.5
+    # The evenness of absolute errors is larger, also if a mask leaves half of them; that of other losses is not. An
+    # absolute error is as large as the distance, and a quantile's tenth of it; a likelihood is not.
+    _EVEN, _LOSS = 0.5, 0.1
 
     _outputs = carried(math.nan)  # the deviation of the first outputs
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        for step, _, _, targets in () if window.run.has_rival else self.looks(window):
+        for step, _, loss, targets in () if window.run.has_rival else self.looks(window):
             if targets is None or not targets.outputs or self._is_over:
                 continue
             if math.isnan(self._outputs):
                 self._outputs, self._is_over = targets.outputs, targets.distance <= self._DISTANCE
             far = max(self._DISTANCE, self._APART * self._outputs)
-            if targets.evenness > self._EVEN and step >= self._SOON and targets.distance > far:
+            is_error = targets.is_known or (targets.evenness > self._EVEN and loss > self._LOSS * targets.distance)
+            if is_error and step >= self._SOON and targets.distance > far:
                 text = f"targets differ from outputs by a root mean square of {targets.distance:.3g} or more at step "
                 text += f"{step}, but the first outputs have a standard deviation of {self._outputs:.3g}"
                 yield from self._told(0, "loss", text, distance=targets.distance, outputs=self._outputs)

@@ -456,9 +456,11 @@ def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0, **more:
     return OutputFacts(fit=Fit(*sums, squares, 64.0, 16.0)._replace(**more))
 
 
-def unlike(i: int, related: float = 0.0, uncentred: float = 0.0, evenness: float = 0.51) -> OutputFacts:
-    """Outputs with a loss of 2 that is no squared error: it is another share of squared gradients in each look."""
-    return fitted(2.0, 1.0, related, squares=10 * 1.02 ** (-1) ** i, uncentred=uncentred, evenness=evenness)
+def unlike(
+    i: int, related: float = 0.0, uncentred: float = 0.0, evenness: float = 0.51, loss: float = 2.0
+) -> OutputFacts:
+    """Outputs with a ``loss`` that is no squared error: it is another share of squared gradients in each look."""
+    return fitted(loss, 1.0, related, squares=5 * loss * 1.02 ** (-1) ** i, uncentred=uncentred, evenness=evenness)
 
 
 def alike(label: int) -> OutputFacts:
@@ -1015,12 +1017,14 @@ STORIES: list[tuple[Any, ...]] = [
      looking([fitted(-loss) for loss in ERRORS], [-loss for loss in ERRORS]),
      looking([fitted(loss) for loss in ERRORS], ERRORS)),
     ("targets in a raw scale -> raw-targets, warning 0 loss: targets differ from outputs by a root mean square of 201",
-     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 2.0),
-     looking([unlike(i, uncentred=64 * (5.1 * 199) ** 2) for i in range(3)], 2.0),
-     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(2)], 2.0),
-     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2 * (i > 0)) for i in range(3)], 2.0),
-     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 2.0, run=RunSettings(loss_is_sum=True)),
-     looking([unlike(i, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 2.0, run=RIVAL),
+     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 21.0),
+     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 199) ** 2) for i in range(3)], 21.0),
+     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(2)], 21.0),
+     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2 * (i > 0)) for i in range(3)], 21.0),
+     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 21.0,
+             run=RunSettings(loss_is_sum=True)),
+     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 21.0, run=RIVAL),
+     looking([unlike(i, loss=20.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 20.0),
      looking([fitted(2.0, squares=10 + i, uncentred=64 * (5.1 * 250) ** 2, evenness=0.5) for i in range(3)], 2.0)),
     ("targets of other samples -> unrelated-outputs, warning 0 loss: after 240 steps, no more than by chance",
      looking([fitted(related=0.02 * (-1) ** i) for i in range(25)]),
