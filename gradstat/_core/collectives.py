@@ -131,5 +131,5 @@ def _explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
         raise UnreachableRankError(
             f"{caller}: not all of {format_ranks(dist.get_process_group_ranks(group))} took part, as seen from rank "
             f"{dist.get_rank()}. A rank that died, hangs or took another branch keeps the others waiting until the "
-            f"group's timeout; all of them have to call {caller} equally often. The backend said: {error}"
+            f"group's timeout; all of them have to call {caller} the same number of times. The backend said: {error}"
         ) from error

@@ -164,7 +164,7 @@ class Diagnosis(Judged):
     def _followed(self) -> dict[str, str]:
         """By `reference_to` a cause, what followed from it, as the runner of rules noted it."""
         followed: dict[str, dict[str, None]] = {}
-        for finding in self.findings:
+        for finding in sorted(self.findings, key=lambda one: one.step):
             if _follows(finding):
                 words = f"{finding.rule} in step {finding.step} ({finding.name})"
                 followed.setdefault(str(finding.evidence["follows"]), {})[words] = None

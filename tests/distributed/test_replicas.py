@@ -386,5 +386,5 @@ def test_a_rank_that_is_not_there_is_an_error_and_no_hang() -> None:
         with pytest.raises(distributed.UnreachableRankError) as raised:
             call()
         assert str(raised.value).startswith(f"{caller}: not all of ranks 0, 1 took part, as seen from rank 0")
-        assert f"all of them have to call {caller} equally often. The backend said: " in str(raised.value)
+        assert f"all of them have to call {caller} the same number of times. The backend said: " in str(raised.value)
     assert issubclass(distributed.UnreachableRankError, RuntimeError)
