@@ -149,7 +149,7 @@ class Diagnosis(Judged):
                 number += 1
                 lines += ["", f"{number}. {finding.rule} ({finding.severity}), since step {finding.step}"]
                 lines.append(f"   {finding.text}")
-                evidence = ", ".join(f"{key} {_formatted(value)}" for key, value in in_words(finding.evidence))
+                evidence = ", ".join(f"{key} = {_formatted(value)}" for key, value in in_words(finding.evidence))
                 lines += [f"   evidence: {evidence}"] if finding.evidence else []
                 effects = followed.get(reference_to(finding))
                 lines += [f"   followed by: {effects}"] if effects else []

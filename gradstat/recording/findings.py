@@ -36,9 +36,9 @@ _WORDS = {
 
 
 def in_words(evidence: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The evidence of a finding as it is shown: what each value is, and the value; without those that are None."""
+    """The evidence of a finding as it is shown: names and values, without None and what its text says."""
     words = _WORDS | ({"parameters": _WORDS["all"]} if "nonfinite_tensors" in evidence else {})
-    shown = {str(key): value for key, value in evidence.items() if value is not None}
+    shown = {str(key): value for key, value in evidence.items() if value is not None and key != "what"}
     return [(words.get(key, key.replace("_", " ")), value) for key, value in shown.items()]
 
 

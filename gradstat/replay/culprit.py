@@ -77,14 +77,12 @@ class Culprit:
             lines.append(f"  at {self.source}")
             if self.line:
                 lines.append(f"      {self.line}")
-        for title, report in (("went in", self.inputs), ("came out", self.output)):
-            if report is not None:
-                lines += [f"  {title}: {_words(stats)}" for stats in report]
-            if title == "went in":
-                lines += [f"  {title}: {words}" for words in self.others]
+        inputs, results = ([] if report is None else [*map(_words, report)] for report in (self.inputs, self.output))
+        lines += [f"  input {i}: {words}" for i, words in enumerate([*inputs, *self.others], 1)]
+        lines += [f"  result: {words}" for words in results]
         if self.also:
             lines.append(
-                "  An optimizer step has spread it: load an earlier checkpoint, and replay before optimizer.step()"
+                "  An optimizer step has spread it further: load an earlier checkpoint, and replay before the step"
             )
         if self.op == "empty":
             lines.append(

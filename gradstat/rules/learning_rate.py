@@ -177,7 +177,7 @@ class LearningRateJump(_GrowthRule):
 
     def _jump(self, step: int, name: str, previous: float, rate: float) -> Finding:
         text = f"the learning rate{_of_group(name)} jumps from {previous:.4g} to {rate:.4g}"
-        return self.found(step, name, text, before=previous, lr=rate, factor=rate / previous)
+        return self.found(step, name, text, lr=rate, before=previous, factor=rate / previous)
 
 
 def _of_group(name: str) -> str:

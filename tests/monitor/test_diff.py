@@ -260,7 +260,7 @@ def test_view_can_leave_the_page_out_and_never_overwrites_the_recording(
 def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     text = describe(recording())
     assert "nonfinite-gradient (error), since step 30\n   The gradient of" in text
-    assert "   evidence: NaN elements 7, largest inf" in text
+    assert "   evidence: NaN elements = 7, largest = inf" in text
     assert "   likely causes:\n     - an overflow in the forward pass\n" in text
     assert "   what to try:\n     - lower the learning rate" in text
     told = "Recorded: steps 0 to 29; 8 gradients, 8 parameters\n\ngradstat: nothing wrong in 30 steps of GPT"
