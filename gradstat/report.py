@@ -31,7 +31,7 @@ _NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
 _NEARLY_ALL = 1.1
 _ORIGIN = (
     "Nearly all gradients are affected, so the cause is in the loss or in the forward pass. To print its line:",
-    "  gradstat.monitor.find_culprit(model, lambda: loss_of(model(inputs), targets).backward())",
+    "  gradstat.monitor.find_culprit(model, lambda: criterion(model(inputs), targets).backward())",
 )
 # Weights of which that can be said; and what is said of them.
 _FEW = 3
