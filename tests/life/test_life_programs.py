@@ -212,7 +212,7 @@ def test_a_deleted_monitor_leaves_no_hook(kind: str, steps: int) -> None:
         if detached:
             monitor.remove()
             assert hooks_on(model, optimizer) == 0
-            with pytest.warns(AnomalyWarning, match="was detached"):
+            with pytest.warns(AnomalyWarning, match="was removed"):
                 assert (monitor.step(), monitor.steps) == ([], steps)
         alive = weakref.ref(monitor)
         del monitor
