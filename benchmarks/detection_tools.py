@@ -226,7 +226,7 @@ class Watcher:
     def _see(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._outputs = getattr(output, "logits", output)
 
-    def batch(self, batch: Any) -> None:
+    def check_batch(self, batch: Any) -> None:
         self._labels = batch[1] if isinstance(batch, tuple) and len(batch) > 1 else None
 
     def step(self, loss: Tensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gradstat.rules.base import same_for
+
 ROUNDED_AVERAGE = "an average in 16 bits with a decay near 1: each update is below the precision of the average"
 IN_FLOAT32 = "keep averages of weights in float32, even if the weights are in 16 bits"
 # Of its elements at least the first share is far from the weights, and of these more than the second have not changed.
@@ -42,4 +44,4 @@ def in_words(still: Sequence[Average]) -> str:
     name, steps, _, _, share = still[0]
     text = f"{name}, an average of weights in 16 bits, does not follow them: of its elements that are far from the "
     text += f"weights, {share:.0%} have not changed in {steps} steps"
-    return text + f"; the same holds for {len(still) - 1} more" * (len(still) > 1)
+    return text + same_for(len(still))

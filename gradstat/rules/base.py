@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, exactly, require
-from gradstat._core.text import expect, printable
+from gradstat._core.text import and_more, expect, printable
 from gradstat.recording.findings import SEVERITIES, Finding, Severity
 from gradstat.rules.rows import Bools, Floats, Rows, Window
 
@@ -267,6 +267,11 @@ def is_of_a_layer(name: str, names: Iterable[str]) -> bool:
     """Whether a weight has a bias beside it among ``names``. Embeddings, gains and centres of classes have none."""
     bias = f"{name.rpartition('.')[0]}.bias"
     return any(other.startswith(bias) for other in names)
+
+
+def same_for(count: int) -> str:
+    """What ends the text of a finding that is about the first of ``count`` things."""
+    return and_more(count - 1, "; the same holds for {} more")
 
 
 def directions(rows: Rows, row: int) -> tuple[Floats, Floats]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import RowsRule, Rule, carried, median, sizes_of_weights
+from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, sizes_of_weights
 from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
 from gradstat.rules.rows import Floats, Rows, Window
 
@@ -30,7 +30,7 @@ class HeavyDropout(Rule):
                 name, step = seen.value[0] or "model", 0 if seen.step <= SOON else since
                 self.begins(name, step)
                 text = f"the dropout of {seen.value[0] or 'the model'} keeps a tenth of its input or less"
-                text += f"; the same holds for {len(seen.value) - 1} more" * (len(seen.value) > 1)
+                text += same_for(len(seen.value))
                 yield self.found(step, name, text, "module", modules=seen.value[:20])
 
 
@@ -64,7 +64,7 @@ class IdleBatchNorm(RowsRule):
         idle = [layer for layer, is_trained in zip(named.values(), has_gradient, strict=True) if is_trained]
         if idle:
             text = f"the batch norm {idle[0]} is trained in eval mode: its running mean and variance are still 0 and 1 "
-            text += f"after {step} steps" + f"; the same holds for {len(idle) - 1} more" * (len(idle) > 1)
+            text += f"after {step} steps" + same_for(len(idle))
             yield self.found(0, idle[0], text, "module", modules=idle[:20])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import Band, LastingRule, PerName, carried, series
+from gradstat.rules.base import Band, LastingRule, PerName, carried, same_for, series
 from gradstat.rules.precision import TOO_SMALL
 from gradstat.rules.rounding_noise import are_noise, usual_size
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
@@ -245,7 +245,7 @@ class _AbsentGradientRule(LastingRule):
     ) -> Finding:
         steps = int(lengths[rows.names.index(name)])
         every = [rows.names[i] for i in np.flatnonzero(lengths >= steps)]
-        text += f"; the same holds for {len(every) - 1} more" * (len(every) > 1)
+        text += same_for(len(every))
         began = since[rows.names.index(name)]
         severity: Severity = "info" if not is_serious or self.is_intermittent(rows.names) else self.severity
         return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
@@ -360,7 +360,7 @@ class DeadGradient(_AbsentGradientRule):
         ratio = rows.rms[row, at] / usual_size(rows.rms[row, rows.tensors.matrices])
         text = f"the gradient of {name} has been no larger than rounding noise for {self.in_a_row} steps: {ratio:.1g} "
         text += "times that of the median weight"
-        text += f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
+        text += same_for(len(names))
         more = {"parameters": names[:20], "in_a_row": self.in_a_row, "ratio": ratio}
         return self.found(since[at], name, text, "gradient", None, self.led_by(_OF_ONE), (_MEANT,), **more)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
-from gradstat.rules.base import Band, LastingRule, PerName, RowsRule, Rule, carried, series
+from gradstat.rules.base import Band, LastingRule, PerName, RowsRule, Rule, carried, same_for, series
 from gradstat.rules.rows import Floats, Rows, Window
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -321,7 +321,7 @@ class SmallSecondMoment(LastingRule):
             i = fresh[0]
             name, value = rows.names[i], largest[row, i]
             text = f"no element of {kind} of {name} exceeds {value:.3g}: eps ({eps:g}) dominates its updates"
-            text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
+            text += same_for(len(fresh))
             evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
             severity: Severity = self.severity if 2 * low[row].sum() >= rows.tensors.matrices.sum() else "info"
             yield self.found(since[i], name, text, kind, severity, **evidence)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
-from gradstat.rules.base import Rule, carried
+from gradstat.rules.base import Rule, carried, same_for
 from gradstat.rules.contents import WEIGHT, Contents
 from gradstat.rules.rows import Bools, Floats, Window
 
@@ -125,7 +125,7 @@ class NotRestored(Rule):
         )[int((pairs.distances[i] / _FAR).argmax())]
         what = name if kind == WEIGHT else f"{kind} of {name}"
         text = f"{what} differs from its value when the monitor's state was saved: {how}"
-        text += f"; the same holds for {len(others) - 1} more" * (len(others) > 1)
+        text += same_for(len(others))
         return self.found(step, name, text, kind, severity, causes, parameters=others[:_LISTED], count=len(others))
 
 

@@ -16,7 +16,7 @@ from gradstat._core.text import count_of
 from gradstat.guard import OF_MEDIAN, THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
-from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, series
+from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, same_for, series
 from gradstat.rules.rows import Floats, Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
@@ -263,7 +263,7 @@ class OptimizerCoverage(Rule):
                     severity = self.severity if inner or is_late else severity
                     names = [*inner, *(name for name in names if name not in inner)]
                     self._reported |= {f"{key} {name}": seen.step for name in names}
-                    more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
+                    more = same_for(len(names))
                     text = f"{names[0]} {words}{', between layers that train' * bool(inner)}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
 
@@ -289,7 +289,7 @@ class OptimizerCoverage(Rule):
         is_long = 0 <= self._first_look <= seen.step - _FROZEN_FOR
         if names and is_long and window.run.has_rival and "thaw" not in self._reported and _are_most(names, window):
             self._reported["thaw"] = seen.step
-            more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
+            more = same_for(len(names))
             text = f"{names[0]} is frozen (requires_grad is False) whenever its optimizer steps, though it could train "
             text += f"when the monitor was made; another optimizer trains another network in turn{more}"
             yield self.found(

@@ -25,6 +25,7 @@ from gradstat.rules.base import (
     median,
     reaches,
     risen,
+    same_for,
     sizes_of_weights,
 )
 from gradstat.rules.course import RISES
@@ -155,7 +156,7 @@ class ParameterJump(Rule):
                 i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
                 if self.begins(rows.names[i], step):
                     text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
-                    text += f"; the same holds for {count - 1} more" * (count > 1)
+                    text += same_for(count)
                     evidence = {"before": norms[i], "now": now[i], "parameters": count}
                     if not has_risen and which == "falls":
                         self._infos[rows.names[i]] = step
@@ -280,7 +281,7 @@ class UnchangedParameter(Rule):
             if fresh:
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
-                text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
+                text += same_for(len(fresh))
                 rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
                 rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
                 severity: Severity = "info" if rests else self.severity
@@ -393,7 +394,7 @@ class OverwrittenParameter(Rule):
             if those:
                 first, began = next((name for name in those if name in moved), those[0]), seen.step - moves.steps
                 text = f"{first} was changed in place by other code than the optimizer, after step {began}"
-                text += f"; the same holds for {len(those) - 1} more" * (len(those) > 1)
+                text += same_for(len(those))
                 if first in moved:
                     old, new = moved[first]
                     text += f"; its norm went from {old:.3g} to {new:.3g}"

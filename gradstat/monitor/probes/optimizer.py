@@ -173,8 +173,12 @@ _STEP_SIZES = (
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:
     """A setting of a group of an optimizer; None if it has none of this ``name``."""
+    return (*_betas(group), None)[0] if name == "beta1" else group.get(name)
+
+
+def _betas(group: Mapping[str, Any]) -> Sequence[Any]:
     betas = group.get("betas")
-    return group.get(name) if name != "beta1" else betas[0] if isinstance(betas, tuple | list) and betas else None
+    return betas if isinstance(betas, tuple | list) else ()
 
 
 def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
@@ -184,8 +188,7 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
     is_torchs = bool(makers) and makers[0].startswith("torch.")
     momenta, given = [0.0], list[Any]()
     for group in groups:
-        betas = group.get("betas")
-        first, *others = betas if isinstance(betas, tuple | list) and betas else (group.get("momentum"), None)
+        first, *others = _betas(group) or (group.get("momentum"), None)
         momenta.append(_number(first))
         given += [group.get("alpha", group.get("rho")) if other is None else other for other in others]
     decays = list(map(_number, given))
