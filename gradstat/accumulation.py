@@ -97,8 +97,9 @@ class AccumulationReport(Judged):
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
-        self.reports = tuple(reports)
-        self.micro_batches, self.final = len(self.reports), self.reports[-1]
+        self.reports: tuple[Report, ...] = tuple(reports)
+        self.micro_batches: int = len(self.reports)
+        self.final: Report = self.reports[-1]
 
     @property
     def ok(self) -> bool:

@@ -83,7 +83,7 @@ class GradScaler(TorchGradScaler):
     """
 
     collapse_after = 5
-    runaway_above = 2.0**32
+    runaway_above: float = 2.0**32
 
     extra_groups: ExtraGroups | None = None
 

@@ -34,7 +34,9 @@ class AutoHandle:
 
     def __init__(self, optimizer: Optimizer, monitor: Monitor, listener: StepListener) -> None:
         """Made by `auto`."""
-        self.optimizer, self.monitor, self._listener = optimizer, monitor, listener
+        self.optimizer: Optimizer = optimizer
+        self.monitor: Monitor = monitor
+        self._listener = listener
 
     def __repr__(self) -> str:
         return f"AutoHandle({type(self.optimizer).__name__}, {self.monitor!r})"

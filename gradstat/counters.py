@@ -39,7 +39,9 @@ class StepCounters(DeviceState):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.zeros(3, dtype=torch.int64, device=device))
-        self.steps, self.skipped, self.consecutive_skipped = self.tensor.unbind()
+        self.steps: torch.Tensor = self.tensor[0]
+        self.skipped: torch.Tensor = self.tensor[1]
+        self.consecutive_skipped: torch.Tensor = self.tensor[2]
 
     def __repr__(self) -> str:
         return f"StepCounters({self.tensor})"

@@ -137,11 +137,11 @@ class SpikeGuard:
         self._options: dict[str, object] = {"threshold": threshold, "window": window}
         self._options |= {"warmup": int(self._method_options[1]), "max_consecutive": max_consecutive}
         self._options |= {"scale": scale, **limits}
-        self.scales = scale is not None  # a refused step, rather than to skip it
+        self.scales: bool = scale is not None  # a refused step, rather than to skip it
         self._group = process_group
         self._is_compared = False  # whether its state is known to be the same on all ranks
         numbers = torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
-        self.state = DeviceState(numbers)
+        self.state: DeviceState = DeviceState(numbers)
 
     @classmethod
     def sigma(

@@ -29,9 +29,10 @@ _EXTREMES = 3
 _NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
 # Said of two or more gradients if those with NaN or Inf, times this, are at least as many as all.
 _NEARLY_ALL = 1.1
+_CULPRIT = "  gradstat.monitor.find_culprit(model, lambda: criterion(model(inputs), targets).backward())"
 _ORIGIN = (
     "Nearly all gradients are affected, so the cause is in the loss or in the forward pass. To print its line:",
-    "  gradstat.monitor.find_culprit(model, lambda: criterion(model(inputs), targets).backward())",
+    _CULPRIT,
 )
 # Weights of which that can be said; and what is said of them.
 _FEW = 3
@@ -78,7 +79,8 @@ class Report(Judged, OneRow):
         refused: tuple[str, ...] = (),
     ) -> None:
         """``total`` is the merged row over all tensors of all ranks, if these are more than the table has."""
-        self.loss_scale, self.refused = loss_scale, refused
+        self.loss_scale: float | None = loss_scale
+        self.refused: tuple[str, ...] = refused
         self._names, self._table, self._infos, self._missing = names, table, infos, missing
         self._what, self._total_row = what, total
 
@@ -266,8 +268,8 @@ class Report(Judged, OneRow):
             f"{len(self.nonfinite)} of {count_of(len(self), self._what)} not finite "
             f"({self.nan_count:,} NaN, {self.inf_count:,} Inf){_at_scale(self.loss_scale)}:"
         )
-        lines = list(self._origin) or lines_of(self.nonfinite, 5, nonfinite_line) or ["  all of them on other ranks"]
-        raise NonFiniteGradientError("\n".join([title, *lines]), self)
+        bad = [] if self._origin else lines_of(self.nonfinite, 5, nonfinite_line) or ["  all of them on other ranks"]
+        raise NonFiniteGradientError("\n".join([title, *self._origin, *bad, *self._advice]), self)
 
     @property
     def _is_empty(self) -> bool:
@@ -336,7 +338,13 @@ class Report(Judged, OneRow):
         last = _deepest_nan(self._infos, self._each.field("nan_count"))
         if last is None or len(self) > 2 * len(self.nonfinite):
             return ()
-        return f"Nearly all weights up to {printable(self.names[last])} are affected: {_BEHIND}", _ORIGIN[1]
+        return f"Nearly all weights up to {printable(self.names[last])} are affected: {_BEHIND}", _CULPRIT
+
+    @property
+    def _advice(self) -> tuple[str, ...]:
+        """What to do if only some gradients have NaN; empty if not."""
+        is_some = self._what == "gradient" and self.nan_count and not self._origin
+        return ("To print the line of code that made the first NaN:", _CULPRIT) if is_some else ()
 
     def _footers(self) -> list[str]:
         lines = [*self._origin]
@@ -348,6 +356,7 @@ class Report(Judged, OneRow):
             )
         if not self._origin:
             lines.append(and_more(len(self.nonfinite) - _SHOWN, "... and {} more that are not finite"))
+            lines += self._advice
         if self.missing:
             lines.append(f"no {self._what} ({len(self.missing)}): {listed(self.missing, _SHOWN)}")
         return [line for line in lines if line]
@@ -402,4 +411,4 @@ def _place(stats: TensorStats) -> str:
 
 
 def _short(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3g}"
+    return "-" if math.isnan(value) else f"{value + 0.0:.3g}"  # + 0.0: -0.0 becomes 0

@@ -49,7 +49,8 @@ class StepResult:
 
     def __init__(self, record: StepRecord, counters: StepCounters, skips: bool, loss: Any) -> None:
         self._record, self._skips = record, skips
-        self.counters, self.loss = counters, loss
+        self.counters: StepCounters = counters
+        self.loss: Any = loss
 
     @property
     def total_norm(self) -> Tensor:

@@ -48,7 +48,9 @@ class RowValues:
     """
 
     def __init__(self, raw: Array, numel: Any, values: Any) -> None:
-        self.raw, self.numel, self.values = raw, numel, values
+        self.raw: Array = raw
+        self.numel: Array = numel
+        self.values: Array = values
 
     def field(self, name: str) -> Array:
         """A measured column: ``name`` is one of `gradstat.FIELDS`."""
@@ -177,7 +179,8 @@ class TensorStats(Judged, OneRow):
 
     def __init__(self, name: str, info: TensorInfo, values: RowValues, place: Any = ()) -> None:
         """``place`` is that of the tensor's row in ``values``."""
-        self.name, self._info, self._values, self._place = name, info, values, place
+        self.name: str = name
+        self._info, self._values, self._place = info, values, place
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the rows of other tensors
         values = self.numel * (2 if self.dtype.is_complex else 1)

@@ -273,9 +273,10 @@ class OriginReport(Judged):
     ) -> None:
         self._names = frozenset(names)
         self._nonfinite = {one.name: one for one in nonfinite}
-        self.ranks, self.micro_batches = ranks, micro_batches
-        self.nonfinite = tuple(self._nonfinite)
-        self.nonfinite_since = {one.name: one.micro_batch for one in nonfinite}
+        self.ranks: tuple[int, ...] = ranks
+        self.micro_batches: int = micro_batches
+        self.nonfinite: tuple[str, ...] = tuple(self._nonfinite)
+        self.nonfinite_since: dict[str, int] = {one.name: one.micro_batch for one in nonfinite}
 
     @property
     def ok(self) -> bool:

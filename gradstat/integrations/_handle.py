@@ -126,8 +126,8 @@ class Handle:
     `gradstat.Monitor` does.
     """
 
-    source = "trainer"  # of model, optimizer and scaler
-    runs_steps = False  # the framework's own step can be run again, so a replay needs no function
+    source: str = "trainer"  # of model, optimizer and scaler
+    runs_steps: bool = False  # the framework's own step can be run again, so a replay needs no function
     saves = False  # the policy "checkpoint" exists
 
     def __init__(

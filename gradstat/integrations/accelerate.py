@@ -100,7 +100,7 @@ class AccelerateHandle(Handle):
         setting = "set its clip in its configuration, or pass a number to clip_grad_norm_"
         self._prepare(engine, accelerator.num_processes, accelerator.device, setting)
         self._accelerator, self._engine = accelerator, None
-        self.is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
+        self.is_replicated: bool = kind.startswith("MULTI_")  # by DDP; Accelerate has a name for each kind of device
 
     def _attach_models(self) -> None:
         """Pairs models and optimizers, and watches them; ValueError if an option does not allow the pairs."""

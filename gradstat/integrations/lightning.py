@@ -154,7 +154,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the monitors, now that the optimizers exist."""
         self.watched = []
-        self.is_replicated = isinstance(trainer.strategy.model, DistributedDataParallel)
+        self.is_replicated: bool = isinstance(trainer.strategy.model, DistributedDataParallel)
         # The last micro-batch runs inside of the optimizer's step.
         closures = sys.modules[type(trainer.fit_loop.epoch_loop.automatic_optimization).__module__]
         self.outermost = inspect.unwrap(closures.Closure.closure).__code__

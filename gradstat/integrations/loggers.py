@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -166,7 +167,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path_of(path).absolute()
+        self.path: Path = path_of(path).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size:
             with self.path.open("rb+") as file:

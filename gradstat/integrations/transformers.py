@@ -93,7 +93,8 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
                 "and callbacks get neither trainer nor accelerator. Build the Trainer without it, then call "
                 "gradstat.integrations.transformers.install(trainer), which adds it"
             )
-        self.trainer, self._log = trainer, log
+        self.trainer: Any = trainer
+        self._log = log
         self._resume: Any = None
         self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         super().__init__(trainer.accelerator, *arguments)

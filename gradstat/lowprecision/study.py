@@ -63,13 +63,14 @@ class LowPrecision:
     def __init__(self, model: nn.Module, formats: Iterable[str] = ("mxfp8", "nvfp4"), every: int = 100) -> None:
         expect("model", model, nn.Module, "a torch.nn.Module")
         expect("formats", formats, Iterable, "names of formats")
-        self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
+        self.formats: tuple[str, ...] = (formats,) if isinstance(formats, str) else tuple(formats)
         if not self.formats:
             raise ValueError(f"formats is empty; expected some of {', '.join(FORMATS)}")
         if type(every) is not int or every < 1:
             raise ValueError(f"every is {every!r}; expected a number of steps of at least 1")
         self._formats = [format_of(name) for name in self.formats]
-        self.every, self.steps = every, 0
+        self.every: int = every
+        self.steps: int = 0
         self._model = weakref.ref(model)
         # By optimizer, its steps; None if it has no parameter of the model.
         self._steps_of: weakref.WeakKeyDictionary[Optimizer, int | None] = weakref.WeakKeyDictionary()

@@ -128,12 +128,14 @@ class Diagnosis(Judged):
         if self.ok:
             return printable(f"nothing wrong in {count_of(self.steps, 'step')} of {self.model}")
         first = self.incidents[0].findings[0]
-        counted = [f for f in self.findings if not _follows(f)]
-        counts = [sum(f.severity == severity for f in counted) for severity in ("error", "warning")]
-        words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]
+        serious = [f for f in self.findings if f.severity != "info"]
+        counts = [sum(f.severity == severity and not _follows(f) for f in serious) for severity in ("error", "warning")]
+        words = " and ".join(count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n)
+        followed = len(serious) - sum(counts)
+        words += f", followed by {followed} more," * bool(followed)
         return printable(
-            f"{' and '.join(words)} in {count_of(self.steps, 'step')} of {self.model}; it began in step {first.step} "
-            f"with {first.name}: {first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
+            f"{words} in {count_of(self.steps, 'step')} of {self.model}; the first is in step {first.step}, in "
+            f"{first.name}: {first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
         )
 
     def __str__(self) -> str:

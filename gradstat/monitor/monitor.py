@@ -100,7 +100,7 @@ class Monitor(Results):
 
     # Whether this process has to end the monitor: not before it is made, nor after `remove`; and a forked process only
     # if it takes steps itself.
-    is_open = False
+    is_open: bool = False
 
     def __init__(
         self,
@@ -123,22 +123,27 @@ class Monitor(Results):
             on_anomaly=on_anomaly, watch=watch, rules=rules, max_norm=max_norm, num_classes=num_classes, guard=guard,
             options=options, saves=source is not None and source.saves,
         )  # fmt: skip
-        self.source = StepSource(model) if source is None else source
+        self.source: StepSource = StepSource(model) if source is None else source
         scaler = inner_scaler(scaler)
         settings = settings.with_model(model, optimizer, scaler, replay, self.source.runs_steps)
-        self.settings, self.options, self.guard = settings, settings.options, guard
+        self.settings: Settings = settings
+        self.options: MonitorOptions = settings.options
+        self.guard: SpikeGuard | None = guard
         file = FlightFile(save_to)  # may raise, and so comes before all hooks
         self.findings: list[Finding] = []
-        self.unwatched = Unwatched(self.findings)
+        self.unwatched: Unwatched = Unwatched(self.findings)
         trained = Trained(model, settings.optimizer)
-        self.recorder = Recorder(settings, trained, scaler, self.source, self.unwatched)
-        self.reviewer = Reviewer(settings, self.source, self.recorder, self.unwatched, self.findings)
+        self.recorder: Recorder = Recorder(settings, trained, scaler, self.source, self.unwatched)
+        self.reviewer: Reviewer = Reviewer(settings, self.source, self.recorder, self.unwatched, self.findings)
         replayer = Replayer(self.recorder.inner, settings.optimizer, scaler, replay)
-        self.responder = Responder(settings, self.source, self.recorder, self.reviewer, replayer, self.unwatched, file)
+        self.responder: Responder = Responder(
+            settings, self.source, self.recorder, self.reviewer, replayer, self.unwatched, file
+        )
         # A replay is of the newest step: the next one would overwrite what it needs.
         self._lag = 0 if settings.policies.uses("replay") else settings.options.lag
-        self._is_paused = self.is_removed = self._has_warned = False
-        self.lock = threading.RLock()  # protects everything but responses, which call users' functions
+        self.is_removed: bool = False
+        self._is_paused = self._has_warned = False
+        self.lock: threading.RLock = threading.RLock()  # protects everything but responses, which call users' functions
         self.is_open = True
         endings.remember(self)
         self.clips: ScaledClips | None = None  # while it is not known how the program clips

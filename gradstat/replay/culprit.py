@@ -97,7 +97,7 @@ def _words(stats: TensorStats) -> str:
     """A tensor in one line: what is not finite in it, or its range."""
     shape = "x".join(map(str, stats.shape)) or "scalar"
     dtype = str(stats.dtype).removeprefix("torch.")
-    finite = "no finite element" if not stats.finite_values else f"{stats.min:.4g} to {stats.max:.4g}"
+    finite = "no finite element" if not stats.finite_values else f"{stats.min + 0.0:.4g} to {stats.max + 0.0:.4g}"
     zeros = f", {stats.zero_count:,} zero" if stats.zero_count else ""
     if stats.ok:
         return f"{printable(stats.name)}, {shape} {dtype}: {finite}{zeros}, all finite"

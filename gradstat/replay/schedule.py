@@ -51,14 +51,14 @@ class Schedule:
             TypeError: ``every`` or ``after_trigger`` is not a whole number, or ``backoff`` not a number.
             ValueError: ``every`` or ``after_trigger`` is less than 1, or ``backoff`` less than 1 or not finite.
         """
-        self.every = None if every is None else whole_number("every", every, 1)
-        self.after_trigger = whole_number("after_trigger", after_trigger, 1)
-        self.backoff = number("backoff", backoff, 1.0, sys.float_info.max)
+        self.every: int | None = None if every is None else whole_number("every", every, 1)
+        self.after_trigger: int = whole_number("after_trigger", after_trigger, 1)
+        self.backoff: float = number("backoff", backoff, 1.0, sys.float_info.max)
         self.check_nan = check_nan
-        self.steps = 0
-        self.active_steps = 0
-        self.triggers = 0
-        self.catches = 0
+        self.steps: int = 0
+        self.active_steps: int = 0
+        self.triggers: int = 0
+        self.catches: int = 0
         self._burst_ends = 0
         self._pause_ends = 0
         self._pause: float = after_trigger
