@@ -128,20 +128,24 @@ class Diagnosis(Judged):
         if self.ok:
             return printable(f"nothing wrong in {count_of(self.steps, 'step')} of {self.model}")
         first = self.incidents[0].findings[0]
-        serious = [f for f in self.findings if f.severity != "info"]
-        counts = [sum(f.severity == severity and not _follows(f) for f in serious) for severity in ("error", "warning")]
+        counted = [f for f in self.findings if not _follows(f)]
+        counts = [sum(f.severity == severity for f in counted) for severity in ("error", "warning")]
         words = " and ".join(count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n)
-        followed = len(serious) - sum(counts)
-        words += f", followed by {followed} more," * bool(followed)
+        followed = sum(map(len, self._followed().values()))
+        words += f" (and {followed} that followed)" * bool(followed)
+        name = f", {first.name}" * (first.name not in first.text)
         return printable(
-            f"{words} in {count_of(self.steps, 'step')} of {self.model}; the first is in step {first.step}, in "
-            f"{first.name}: {first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
+            f"{words} in {count_of(self.steps, 'step')} of {self.model}; first in step {first.step}{name}: "
+            f"{first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
         )
 
     def __str__(self) -> str:
-        lines = [f"gradstat: {self.headline()}"]
-        if self.culprit:
-            lines += ["", *self.culprit.splitlines()]
+        lines, culprit = [f"gradstat: {self.headline()}"], self.culprit.splitlines()
+        if culprit and lines[0].startswith(f"gradstat: {printable(culprit[0])}"):  # the headline says the same
+            lines[0] = f"gradstat: {culprit.pop(0)}"
+        elif culprit:
+            lines.append("")
+        lines += culprit
         number = 0
         (shown, more), followed = self._shown(), self._followed()
         for i, incident in enumerate(shown):
@@ -154,7 +158,7 @@ class Diagnosis(Judged):
                 evidence = ", ".join(f"{key} = {_formatted(value)}" for key, value in in_words(finding.evidence))
                 lines += [f"   evidence: {evidence}"] if finding.evidence else []
                 effects = followed.get(reference_to(finding))
-                lines += [f"   followed by: {effects}"] if effects else []
+                lines += [f"   followed by: {', '.join(effects)}"] if effects else []
                 for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
                     lines += [f"   {title}:", *(f"     - {item}" for item in items)] if items else []
         lines += ["", more] if more else []
@@ -163,14 +167,15 @@ class Diagnosis(Judged):
             lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
         return "\n".join(map(wrapped, map(printable, lines)))
 
-    def _followed(self) -> dict[str, str]:
+    def _followed(self) -> dict[str, list[str]]:
         """By `reference_to` a cause, what followed from it, as the runner of rules noted it."""
-        followed: dict[str, dict[str, None]] = {}
+        followed: dict[str, list[str]] = {}
         for finding in sorted(self.findings, key=lambda one: one.step):
-            if _follows(finding):
-                words = f"{finding.rule} in step {finding.step} ({finding.name})"
-                followed.setdefault(str(finding.evidence["follows"]), {})[words] = None
-        return {cause: ", ".join(words) for cause, words in followed.items()}
+            cause = str(finding.evidence.get("follows"))
+            words = f"{finding.rule} in step {finding.step} ({finding.name})"
+            if _follows(finding) and cause != reference_to(finding) and words not in followed.setdefault(cause, []):
+                followed[cause].append(words)
+        return followed
 
     def _shown(self) -> tuple[list[Incident], str]:
         """The incidents with the first findings, and how many findings are left out, in words."""
@@ -203,7 +208,7 @@ class Diagnosis(Judged):
             out.append(f"<h3>{steps_in_words((incident.first, incident.last))}</h3><ol>")
             for f in incident.findings:
                 causes, advice = (_listed(items) for items in (f.causes, f.advice))
-                effects = followed.get(reference_to(f), "")
+                effects = ", ".join(followed.get(reference_to(f), ()))
                 out.append(
                     f'<li class="{f.severity}"><b>{html.escape(f.rule)}</b> ({f.severity}), since step {f.step}, in '
                     f"<code>{html.escape(f.name)}</code><br>{html.escape(f.text)}"

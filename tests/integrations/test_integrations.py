@@ -477,7 +477,7 @@ EXAMPLES = {
         "1. nonfinite-loss (error), since step 10",
     ),
     "auto_example.py --steps 30 --output run.gradstat": (
-        *("the first is in step 15, in 2.weight", "the first at [17, 42]", "all parameters are finite: True"),
+        *("first in step 15: the gradient of 2.weight", "the first at [17, 42]", "all parameters are finite: True"),
     ),
     "lightning_example.py --steps 64 --folder .": (
         *("replay of step 60", "NaN was first produced in the forward pass, by div in module 'body.2'"),

@@ -227,7 +227,7 @@ def test_view_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureF
     path, other = save(recording(names=HOSTILE), tmp_path / "run.gradstat"), tmp_path / "folder" / "page.html"
     assert main(["view", str(path)]) == 0
     out, culprit = capsys.readouterr().out, "blocks.0.mlp.down.weight"
-    assert f"the first is in step 30, in {culprit}: The gradient of {culprit} has" in " ".join(out.split())
+    assert f"first in step 30: The gradient of {culprit} has" in " ".join(out.split())
     assert out.endswith(f"\npage: {tmp_path / 'run.html'}\n")
     assert main(["view", str(path), "--output", str(other), "--json"]) == 0
     content = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

@@ -173,7 +173,7 @@ NONFINITE = "$('#heat').data.find((t) => t.name === 'nonfinite').z"
 
 
 def test_it_opens_at_the_incident_with_the_headline_and_lines_mark_what_was_bad_and_found(page: Page) -> None:
-    assert page.text("headline").endswith(f" in step 30 with {CULPRIT}: The gradient of {CULPRIT} has 7 NaN and 2 Inf.")
+    assert page.text("headline").endswith(f" in step 30: The gradient of {CULPRIT} has 7 NaN and 2 Inf.")
     assert page.step == "step 30 of 39"
     assert page("[$$('.finding').length, $$('#marks i').length, $('.finding').dataset.severity]") == [3, 3, "error"]
     assert "\N{MINUS SIGN}Inf" in page("$('.finding dl').textContent")
