@@ -1,4 +1,4 @@
-"""Reductions of rows over ranks that may have different tensors: the ranks are told, and no row is merged with another.
+"""Reductions of rows over ranks that may have different tensors: all ranks learn of it, and rows are not mixed.
 
 A reduction needs buffers of the same size on all ranks. So a list of tensors that the group has not reduced before is
 announced first, and all ranks know the largest number of rows that any of them has. Every later reduction has that many

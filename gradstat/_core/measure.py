@@ -65,7 +65,7 @@ def measure(
 
     Distributed tensors are measured shard by shard and their rows merged over their process groups, all of whose ranks
     have to call this. If ``spread`` is None, their rows are those of this rank's shards. ``in_place`` refuses tensors
-    that cannot be multiplied in place, before anything is measured, and tells the other ranks. With ``to_host`` the
+    that cannot be multiplied in place, before anything is measured, and informs the other ranks. With ``to_host`` the
     launch also begins the copy that `HostRows` needs, if it can.
     """
     if tensors and (spread is None or spread.extra_groups is None):
@@ -152,7 +152,7 @@ def is_fused(tensors: list[Any], norm_type: float) -> bool:
 def compiled_for(tensors: list[Any], backend: str | None) -> DeviceModule:
     """The functions for lists of ordinary tensors on the first one's device, which return None for any other list.
 
-    They return None also if the backend is unavailable: preparing the tensors then raises and tells the other ranks.
+    They return None also if the backend is unavailable: preparing the tensors then raises and informs the other ranks.
     """
     first = tensors[0]
     if not isinstance(first, Tensor):

@@ -240,7 +240,7 @@ class Sharded:
             common = [row for row, mask in enumerate(masks) if not mask or row in spread]
             self._listed[group] = self._plan.listed.take(common)
         self._error: Exception | None = None
-        # By group and what is reduced; None if other ranks have other tensors, and were told.
+        # By group and what is reduced; None if other ranks have other tensors, and know it.
         self._reducers: dict[tuple[ProcessGroup, str], Reducer | None] = {}
 
     def rows(self, measure_local: MeasureLocal) -> Measurement:

@@ -109,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     autocast = f", autocast to {options.autocast}" if options.autocast else ""
     named = options.model or "the built-in GPT (--model measures yours)"
-    told = f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
-    print(wrapped(f"{told}{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}"))
+    title = f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
+    print(wrapped(f"{title}{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}"))
     threads = driver_or_threads(setting["driver"], setting["threads"])
     print(wrapped(f"on {setting['device']}, {threads}; {setting['versions']}"))
     compared = _runnable_variants(step, where)

@@ -173,7 +173,7 @@ class Cost:
 
     def share(self, plain: Cost) -> str:
         """`added` in words."""
-        return self.added(plain).told(lambda share: f"{share * 100:.1f} %")
+        return self.added(plain).text(lambda share: f"{share * 100:.1f} %")
 
 
 def costs(
@@ -231,7 +231,7 @@ def table(measured: list[Cost]) -> str:
             if cost.inside is not None and not (cost.inside.is_noise() or cost.added(measured[0]).is_noise()):
                 alone += f", {cost.share(measured[0])}"
             rows[-1] += [
-                cost.ratio.told("{:.2f}".format, neutral=1, spread=True).replace(NOISE, "noise"),
+                cost.ratio.text("{:.2f}".format, neutral=1, spread=True).replace(NOISE, "noise"),
                 alone,
                 cell(cost.extra_bytes, in_bytes),
             ]

@@ -34,7 +34,7 @@ class Quartiles(NamedTuple):
         low, median, high = self
         return high - low > median or median < neutral or min(neutral - low, high - neutral) > abs(median - neutral)
 
-    def told(self, form: Callable[[float], str], *, neutral: float = 0.0, spread: bool = False) -> str:
+    def text(self, form: Callable[[float], str], *, neutral: float = 0.0, spread: bool = False) -> str:
         """The median in words, with its quartiles if ``spread``. Only the quartiles if the median is noise."""
         between = f"({form(self.low)} to {form(self.high)})"
         if self.is_noise(neutral):

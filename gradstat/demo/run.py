@@ -71,9 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = corpus.read(folder)
     where = device_name(device) if device.type == "cuda" else f"CPU, {count_of(_take_free_threads(), 'thread')}"
     parameters = list(model.parameters())
-    told = f"A GPT of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors learns from "
-    told += f"{len(data):,} bytes of {folder} on {where}, torch {torch.__version__}."
-    print(wrapped(told, 0))
+    introduction = (
+        f"A GPT of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors learns from "
+    )
+    introduction += f"{len(data):,} bytes of {folder} on {where}, torch {torch.__version__}."
+    print(wrapped(introduction, 0))
     print("gradstat.check and gradstat.clip_grad_norm_ run on every step.")
     corrupted_step, layer = steps * 4 // 5, size.layers // 2
     culprit = f"blocks.{layer}.mlp.down"

@@ -17,7 +17,7 @@ _Flags = npt.NDArray[np.bool_]
 
 # Factors on everything that no number of ranks explains: numbers of micro-batches, and loss scales.
 _MICRO_BATCHES, _SCALES = range(2, 65), [2.0**k for k in range(7, 25)]
-# No pair of mistakes is told if so many are expected to fit by chance, from how many predict a norm so near.
+# No pair of mistakes is named if so many are expected to fit by chance, from how many predict a norm so near.
 _BY_CHANCE, _AROUND = 0.5, 0.2
 _MOST_SUBSETS, _MOST_IN_PAIRS = 60, 12
 # Rounding of a norm in float32: what fits so well comes before what fits within the rounding of 16 bits.

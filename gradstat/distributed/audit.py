@@ -159,8 +159,8 @@ class _Piece(NamedTuple):
     is_frozen: bool
     row: Sketch
     sketch: Sketch
-    parameter: Sketch  # its sketch, NaN if that tells nothing
-    varies: bool  # whether also parameters that are near tell that they are the same
+    parameter: Sketch  # its sketch, NaN if it says nothing
+    varies: bool  # whether also parameters that are near show that they are the same
 
 
 def _pieces_of(target: Any) -> list[_Piece]:
@@ -206,7 +206,7 @@ def _placed(gradient: Any) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
 
 
 def _sketches_of(parameters: Sequence[Tensor]) -> list[tuple[Sketch, bool]]:
-    """The sketches of ``parameters``, and whether they vary. NaN for what tells nothing: constants, twins, shards."""
+    """The sketches of ``parameters``, and whether they vary. NaN for constants, twins and shards, which are alike."""
     known = [i for i, p in enumerate(parameters) if not isinstance(p, DTensor) and why_not_measured("", p) is None]
     whole = readable([parameters[i].detach() for i in known], str)
     found = [(np.full(WIDTH, math.nan), False)] * len(parameters)
@@ -256,8 +256,8 @@ def _counted(by_rank: Mapping[int, Sequence[_Piece]]) -> list[_Counted]:
     joined: dict[Any, _Counted] = {}
     for number, one in enumerate(each for found in alike.values() for each in found):
         first = one.first
-        tells = not np.isnan(first.parameter).any()
-        key: Any = (first.shape, first.place, first.parameter.tobytes()) if tells else number
+        is_known = not np.isnan(first.parameter).any()
+        key: Any = (first.shape, first.place, first.parameter.tobytes()) if is_known else number
         other = joined.get(key)
         if other is not None and {rank for rank, _ in other}.isdisjoint(rank for rank, _ in one):
             other.extend(one)
@@ -267,7 +267,7 @@ def _counted(by_rank: Mapping[int, Sequence[_Piece]]) -> list[_Counted]:
 
 
 def _join_vectors(alike: Mapping[tuple[Any, ...], list[_Counted]]) -> None:
-    """Takes vectors that look like those of norm layers for replicas, if parameters tell nothing and gradients differ.
+    """Takes vectors that look like those of norm layers for replicas, if parameters say nothing and gradients differ.
 
     Such a vector is as long as a matrix is wide, and no other tensor of its module is a part.
     """
@@ -295,13 +295,13 @@ def _parts_of(counted: Sequence[_Counted]) -> list[NormPart]:
 
 
 def _audited(reported: tuple[float, ...], by_rank: Mapping[int, Sequence[_Piece]]) -> NormAudit:
-    """The audit of what all ranks have told."""
+    """The audit of what all ranks have sent."""
     once, ranks = _counted(by_rank), tuple(by_rank)
     if not once:
         raise ValueError("no rank has a gradient; audit_norm() reads the .grad of parameters after backward()")
     tolerance = max(_tolerance(once, norm) for norm in reported)
-    # Parts of a model that began alike, such as experts, cannot be told from replicas that were not reduced, of which
-    # no norm is right. So they are taken for parts if that makes the reported norm right; or for what the first rank
+    # Parts of a model that began alike, such as experts, look like replicas that were not reduced, of which no norm is
+    # right. So they are taken for parts if that makes the reported norm right; or for what the first rank
     # has, if all report the same.
     each = [one for same in once for one in ([_Counted([it]) for it in same] if same.differs else [same])]
     of_parts, whole = (_norm_of([one.first for one in counted]) for counted in (each, once))

@@ -44,7 +44,7 @@ _OWN = "_ddp_params_and_buffers_to_ignore"
 
 
 class Watched(StepSource):
-    """One watched model: its steps under a framework, which tells each backward pass and its unscaled loss.
+    """One watched model: its steps under a framework, which announces each backward pass and its unscaled loss.
 
     Attributes:
         model, optimizer: As the framework has them.

@@ -168,7 +168,7 @@ class AccelerateHandle(Handle):
         return None if self._withholds_checkpoint() else original(*args, **kwargs)
 
     def _in_join(self, original: Any, joinables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tells the monitors which DDP modules take part; the accelerator holds only the models inside of them."""
+        """Gives the monitors the DDP modules; the accelerator holds only the models inside of them."""
         joinables = list(joinables)
         for one in self.watched:
             for wrapper in joinables:

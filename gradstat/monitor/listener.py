@@ -121,7 +121,7 @@ class StepListener:
     def after_backward(self, losses: Sequence[Tensor]) -> None:
         """Takes ``losses`` for those of the coming step; forgets those of gradients that were zeroed.
 
-        Tells if no step uses any of them.
+        Warns if no step uses any of them.
         """
         zeroed = None
         with self._contained():
@@ -149,7 +149,7 @@ class StepListener:
         self.monitor.reviewer.note_error(error)
 
     def saw_backward(self) -> None:
-        """A backward pass has added to the gradients, as the source tells (`StepSource.tells_backward`)."""
+        """A backward pass has added to the gradients, as the source says (`StepSource.tells_backward`)."""
         self._measured = None
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
@@ -194,7 +194,7 @@ class StepListener:
             self._zeroed.after_step()
 
     def _judge_passes(self) -> None:
-        """Tells of backward passes that the step which begins does not use."""
+        """Warns of backward passes that the step which begins does not use."""
         zeroed = None
         try:
             zeroed = self._zeroed.before_step()

@@ -150,7 +150,7 @@ class Recorder:
         return pending
 
     def _begin(self, pending: Pending, named: NamedParameters) -> None:
-        """Tells probes if the parameters are others than in the step before."""
+        """Informs probes if the parameters are others than in the step before."""
         names, parameters = named.names(), named.parameters
         if names is self._last_seen[0]:
             return  # a changed module is walked again, which makes a new tuple of names

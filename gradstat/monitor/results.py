@@ -181,7 +181,7 @@ class Results:
         Args:
             state: What `state_dict` returned, on any device.
             expect_restored: Whether the next step finds parameters and optimizer states as they were when the state was
-                saved; the rule ``"not-restored"`` tells what it does not. False if they are changed on purpose.
+                saved; the rule ``"not-restored"`` reports what it does not. False if they are changed on purpose.
 
         Raises:
             ValueError: The state is in another version, or no state of a monitor. The message names the field; nothing

@@ -1,4 +1,4 @@
-"""`ZeroedPasses`: tells backward passes whose gradients are zeroed before a step uses them, where this is not meant."""
+"""`ZeroedPasses`: reports backward passes whose gradients are zeroed before a step uses them, where this is a mistake."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gradstat.check import stats
 from gradstat.monitor.probes.base import OF_ZEROS, measurable
 from gradstat.monitor.probes.gradients import Zeroed
 
-_UNUSED = 50  # so many zeroed passes without a step are told; four times as many before the first step
-# So many steps in a row are told in which as many passes are unused of as many, or so many once these numbers have
+_UNUSED = 50  # so many zeroed passes without a step are reported; four times as many before the first step
+# So many steps in a row are reported in which as many passes are unused of as many, or so many once these numbers have
 # varied, as they do at the end of an epoch, or where a program leaves out steps now and then. The last are looked at.
 _ALIKE, _VARIED, _LOOKS = 3, 16, 2
 
@@ -39,7 +39,7 @@ class ZeroedPasses:
         self._enough = 4 * _UNUSED  # some programs take the gradient of each sample
         self._count = 0  # zeroings between two passes, since the last step
         self._version: int | None = None  # of a parameter after the last pass
-        self._row, self._needed = 0, float(_ALIKE)  # steps in a row with unused passes, and how many are told
+        self._row, self._needed = 0, float(_ALIKE)  # steps in a row with unused passes, and how many are reported
         self._last = 0, 0  # how many passes were unused, of how many, in the last of them
         self.is_looking = False
         self._remained: Tensor | None = None  # of a gradient before the running pass
@@ -64,7 +64,7 @@ class ZeroedPasses:
     def after_pass(
         self, were_zeroed: bool, versions: tuple[int, int], counts: bool, is_local: bool = False
     ) -> Zeroed | None:
-        """A pass has left gradients. Returns what is to be told if no step has used those of many.
+        """A pass has left gradients. Returns what to report if no step has used those of many.
 
         Args:
             were_zeroed: Whether the gradients had changed since the last pass.
@@ -95,7 +95,7 @@ class ZeroedPasses:
             self._left = _rows_of(self._gradients())
 
     def before_step(self) -> Zeroed | None:
-        """A step is about to use the gradients. Returns what is to be told of the passes that it does not use."""
+        """A step is about to use the gradients. Returns what to report of the passes that it does not use."""
         counts = self._all - self._since, self._all
         if self._row and counts != self._last:
             self._needed = max(self._needed, _VARIED)

@@ -159,7 +159,7 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     step = min((p.step for p in divergences if p.step is not None), default=None)
     common = np.intersect1d(a.steps, b.steps)
     tensors = [p for p in divergences if step is not None and p.step == step and p.kind != "series"]
-    # Only where several tensors, gradients first, diverge does the order of the backward pass tell something.
+    # Only where several tensors, gradients first, diverge does the order of the backward pass matter.
     is_backward = len(tensors) > 1 and tensors[0].kind == "gradient"
     gradients = {p.name for p in tensors if is_backward and p.kind == "gradient"}
     return Comparison(

@@ -53,12 +53,12 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
             return where, lost.get(kind, "not 0" if grown else f"times {exponential(of_kind.change[first, 0]):.4g}")
     if "batch" in at_first:
         return "the batch", f"its values are {lost.get('batch', 'distributed differently')}"
-    for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
+    for kind, words in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
         if first == 0 and kind in at_first:
             of_kind = at_first[kind]
             factor = _factor(of_kind.change[:1, of_kind.excess[0] > 1])
-            factor_told = "" if factor is None else f", norms times {factor:.3g}"
-            return _place(of_kind, 0), told + (f" are {lost[kind]}" if kind in lost else factor_told)
+            times = "" if factor is None else f", norms times {factor:.3g}"
+            return _place(of_kind, 0), words + (f" are {lost[kind]}" if kind in lost else times)
     loss, gradient = kinds.get("loss"), kinds.get("gradient")
     is_loss_unlike = loss is not None and bool((loss.excess > 1).any())
     if gradient is not None:
@@ -86,8 +86,8 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
     for kind, of_kind in at_first.items():
         if kind != "loss":
             why = "the optimizer, its settings, clipping, or how batches repeat"
-            told = f"{plural_of(kind)} are {lost[kind]}" if kind in lost else kind
-            return _place(of_kind, first), f"{told}, though the gradients before are alike ({why})"
+            words = f"{plural_of(kind)} are {lost[kind]}" if kind in lost else kind
+            return _place(of_kind, first), f"{words}, though the gradients before are alike ({why})"
     return "the loss", "though the gradients are alike (how the loss is reduced, smoothed or reported)"
 
 

@@ -64,8 +64,8 @@ class Deviation:
     def __str__(self) -> str:
         what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
         if math.isinf(self.value):
-            told = "absent, but present" if self.feature == "absent" else "not finite, but finite"
-            return printable(f"{what}: {told} in all golden runs")
+            problem = "absent, but present" if self.feature == "absent" else "not finite, but finite"
+            return printable(f"{what}: {problem} in all golden runs")
         what += f", {self.feature}" if self.feature != "value" else ""
         numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
         return printable(f"{what}: {numbers}")
@@ -244,10 +244,10 @@ class Golden:
             {math.inf: "absent", -math.inf: "nonfinite"}.get(value, feature if is_tensor else "value"),
             int(self._starts[window]),
             int(self._starts[window + 1]) - 1,
-            math.inf if math.isinf(value) else statistics.told(feature, value),
-            statistics.told(feature, middle),
-            statistics.told(feature, middle - half),
-            statistics.told(feature, middle + half),
+            math.inf if math.isinf(value) else statistics.as_printed(feature, value),
+            statistics.as_printed(feature, middle),
+            statistics.as_printed(feature, middle - half),
+            statistics.as_printed(feature, middle + half),
             abs(value - middle) / half,
         )
 

@@ -164,8 +164,8 @@ def exponential(number: float) -> float:
     return math.exp(number) if number < 709 else math.inf
 
 
-def told(feature: str, average: float) -> float:
-    """An average as it is told: of logarithms the geometric mean, of peaks the peak over the root mean square."""
+def as_printed(feature: str, average: float) -> float:
+    """An average as it is printed: of logarithms the geometric mean, of peaks the peak over the root mean square."""
     if feature in ("norm", "log"):
         return 0.0 if average <= _ZERO_LOG else exponential(average)
     return 1 / max(-average, 1e-6) if feature == "peak" else average

@@ -59,7 +59,7 @@ class Probe:
     Attributes:
         watch: Its key in ``watch=``.
         early: Steps in which it is due besides.
-        lost: What is told if `take` fails.
+        lost: What the warning says if `take` fails.
         period: It is due every so many steps; 0 for never.
         handles: Of its hooks, which are removed with it.
     """
@@ -121,7 +121,7 @@ class HookedProbe(Probe):
             hook.on = on
 
     def tell_unseen(self, seen: Collection[str], hooked: Collection[str] = ("",)) -> None:
-        """Tells once, where it is asked for, why the hooks of some modules, or of all, have seen no forward pass.
+        """Warns once, where it is asked for, why the hooks of some modules, or of all, have seen no forward pass.
 
         Args:
             seen: The names of the modules that were seen in the first step in which the probe is due.

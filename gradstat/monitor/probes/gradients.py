@@ -16,7 +16,7 @@ from gradstat.monitor.probes.base import OF_ZEROS, Pending, Probe, Run, measurab
 from gradstat.rules.rows import Observation
 
 _AGAIN = 50  # steps after which it is read once more whether a gradient was zeroed unseen
-_UNUSED = 16  # so many passes are told, of `_AGAIN` or more
+_UNUSED = 16  # a warning needs so many passes, of `_AGAIN` or more
 
 
 class Zeroed(NamedTuple):
@@ -34,12 +34,12 @@ class Zeroed(NamedTuple):
 
 
 class FollowedGradient:
-    """Tells whether a step uses a gradient that contains what the last step has used.
+    """Whether a step uses a gradient that contains what the last step has used.
 
     A gradient that a step has used is the same tensor when the next one is added to it, and its version is higher by
     exactly one: another tensor takes its place after it was set to None, and ``zero_()`` or any other change raises the
-    version once more. A change of ``gradient.data`` does not, so the first gradient that is told is read, and the next
-    ones as long as they were zero, now and then.
+    version once more. A change of ``gradient.data`` does not, so the first gradient that seems reused is read, and the
+    next ones as long as they were zero, now and then.
     """
 
     def __init__(self) -> None:
