@@ -1,4 +1,4 @@
-"""`ZeroedPasses`: reports backward passes whose gradients are zeroed before a step uses them, where this is a mistake."""
+"""`ZeroedPasses`: reports backward passes whose gradients are zeroed before any step uses them, by mistake."""
 
 from __future__ import annotations
 
