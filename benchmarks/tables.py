@@ -84,7 +84,7 @@ def guards(rows: Sequence[Row]) -> str:
     for name, of_guard in _grouped((row for row in rows if row.group == "guards, healthy"), "provider").items():
         got = {row.metric: row.value for row in of_guard}
         healthy.append(f"{name} {got['refused']:,.0f} of {got['steps']:,.0f}, {got['last loss above']:.3g}")
-    title = "Healthy trainings, steps skipped and largest rise of the final loss over no guard"
+    title = "Healthy runs, steps skipped and largest rise of the final loss over no guard"
     in_words = f"{title}: {'; '.join(healthy)}.\n" if healthy else ""
     return "\n".join([grid(["fault", plain, *others], lines), in_words])
 

@@ -1,4 +1,4 @@
-"""Five healthy trainings, and whether one after a change of the code is still like them.
+"""Five healthy training runs, and whether one after a change of the code is still like them.
 
 ::
 
@@ -43,7 +43,7 @@ class Classifier(nn.Module):
 
 
 def train(seed: int, mistake: str = "none", steps: int = 60) -> Recording:
-    """A training, two micro-batches a step; the label says whether small tokens are in the majority."""
+    """A training run, two micro-batches a step; the label says whether small tokens are in the majority."""
     torch.manual_seed(seed)
     model = Classifier(1.0 if mistake == "unscaled" else WIDTH**-0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

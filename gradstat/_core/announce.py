@@ -1,4 +1,4 @@
-"""Announces that gradients are about to be changed or an optimizer is about to step, to whoever watches a training.
+"""Announces that gradients are about to be changed or an optimizer is about to step, to whoever watches.
 
 Every function of gradstat that changes gradients or takes a step says so here; `gradstat._step.torch_calls` makes
 torch's own functions say the same while somebody listens. So a clip is measured before it clips, whoever wrote it, and

@@ -1,4 +1,4 @@
-"""`Handle`: what an integration returns. It watches the models of a training under its framework."""
+"""`Handle`: what an integration returns. It watches the models that a framework trains."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Watched(StepSource):
 
 
 class Handle:
-    """Watches the models of a training. A context manager; leaving it removes.
+    """Watches the models that a framework trains. A context manager; leaving it removes.
 
     ``arguments`` are those of `gradstat.Monitor`, except for model, optimizer and scaler. Errors name ``caller``. With
     ``healthy``, no checkpoint is saved while a monitor is not healthy. Raises TypeError or ValueError as

@@ -1,4 +1,4 @@
-"""`LowPrecision`: what formats of eight and of four bits would do to the matrix products of a training, by layer."""
+"""`LowPrecision`: what formats of eight and of four bits would do to the matrix products of each layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TURNS = 4
 
 
 class LowPrecision:
-    """Says for each linear layer of a training what formats of eight and four bits would do to its products. ::
+    """Says for each linear layer, while it trains, what formats of eight and four bits would do to its products. ::
 
         study = gradstat.LowPrecision(model)
         train(model)  # unchanged, in float32 or bfloat16

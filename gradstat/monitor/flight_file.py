@@ -1,4 +1,4 @@
-"""`FlightFile`: where a monitor's recordings are written. Once it is made, a failing write cannot end a training."""
+"""`FlightFile`: where a monitor's recordings are written. Once it is made, a failing write cannot end the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`assert_healthy`: fails in a test if a training is not healthy."""
+"""`assert_healthy`: fails in a test if a training run is not healthy."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ZeroedPasses:
         Args:
             were_zeroed: Whether the gradients had changed since the last pass.
             versions: Of the parameter of which that is known, and of the one of which it will be known.
-            counts: Whether this is a training, not an evaluation, which may take gradients.
+            counts: Whether this is training, not an evaluation, which may take gradients.
             is_local: Whether it was inside of DDP's ``no_sync()``.
         """
         goes_on = counts and self._version == versions[0]

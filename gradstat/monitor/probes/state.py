@@ -1,4 +1,4 @@
-"""What a training keeps from step to step: parameters, buffers and optimizer states, and what a step adds to them."""
+"""What training keeps from step to step: parameters, buffers and optimizer states, and what a step adds to them."""
 
 from __future__ import annotations
 
