@@ -159,7 +159,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         closures = sys.modules[type(trainer.fit_loop.epoch_loop.automatic_optimization).__module__]
         self.outermost = inspect.unwrap(closures.Closure.closure).__code__
         for optimizer in trainer.optimizers:
-            self._watch(trainer, pl_module, optimizer)
+            self._watch(trainer, pl_module, optimizer).planned_steps = max(trainer.max_steps, 0)
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded[0]["monitors"]:
             super().load_state_dict(loaded[0], expect_restored=loaded[1])

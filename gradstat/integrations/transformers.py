@@ -148,6 +148,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
             if earlier is not None:
                 earlier.remove()
             self._watch()
+        self._single.planned_steps = state.max_steps
         resume, self._resume = self._resume, None
         if not state.global_step:
             return

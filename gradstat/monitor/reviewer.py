@@ -188,6 +188,7 @@ class Reviewer:
             loss_is_sum=recorder.loss_is_sum,
             loss_has_no_sign=recorder.loss_has_no_sign,
             is_scaled=recorder.is_scaled,
+            planned_steps=source.planned_steps,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,
             skipped_by="the loss scaler" if recorder.is_scaled else self._skipped_by,

@@ -28,6 +28,7 @@ class StepSource:
         False  # `StepListener.saw_backward` is called for each backward pass, and torch's count for nothing
     )
 
+    planned_steps = 0  # that the framework will take in all, if it knows
     outermost: CodeType | None = None  # of the framework's function that runs a micro-batch, if from several places
 
     def __init__(self, wrapper: nn.Module, device: torch.device | None = None) -> None:

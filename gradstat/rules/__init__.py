@@ -30,7 +30,7 @@ from gradstat.rules.finite import (
 )
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, ShrinkingWeights, TinySteps
-from gradstat.rules.learning_rate import LearningRateJump
+from gradstat.rules.learning_rate import HeavyDecay, LearningRateJump, LongWarmUp
 from gradstat.rules.optimizer import (
     GradientsNotZeroed,
     MomentumDrift,
@@ -54,6 +54,7 @@ RULES: tuple[type[Rule], ...] = (
     ConstantFeature,
     RepeatedBatch,
     LearningRateJump,
+    LongWarmUp,
     # The state it begins with. The optimizer's comes first, since it produced the parameters by its last update.
     NotRestored,
     OptimizerCoverage,
@@ -63,6 +64,7 @@ RULES: tuple[type[Rule], ...] = (
     UnreducedGradients,
     ReplicaMismatch,
     NonfiniteOptimizerState,
+    HeavyDecay,
     OptimizerMemory,
     SecondMomentDrop,
     MomentumDrift,

@@ -29,6 +29,8 @@ SHRUNK, GROWN = 0.3, 3.0
 
 RATES = ("a learning rate far too high", "no warm-up and no gradient clipping, so that early updates were too large")
 LOWER = "lower the learning rate, by a factor of ten at first, and warm it up"
+NEVER_WARM = "a learning rate warm-up over far too many steps, or one that is stepped per epoch instead of per step"
+SCALED = "a loss or gradients that are multiplied by almost 0, or gradients that are clipped to a tiny norm"
 LOOK = "inspect a batch and its labels right before they enter the model"
 
 

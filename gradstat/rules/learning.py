@@ -17,7 +17,9 @@ from gradstat.rules.course import (
     GROWN,
     HALF,
     LOWER,
+    NEVER_WARM,
     RATES,
+    SCALED,
     SHRUNK,
     SOON,
     SPAN,
@@ -28,8 +30,6 @@ from gradstat.rules.course import (
 from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Bools, Rows, Window
 
-_NEVER_WARM = "a learning rate warm-up over far too many steps, or one that is stepped per epoch instead of per step"
-_SCALED = "a loss or gradients that are multiplied by almost 0"
 _EPS = "an optimizer eps that is far too large, or a loss that is multiplied by almost 0"
 _USUAL_EPS = "use the optimizer's usual eps: 1e-8 for Adam"
 _HARD = "inputs that say little about the labels, or terms of the loss that work against each other"
@@ -80,9 +80,12 @@ class _ChangedWeights(LearningRule):
     _STEPS, _FAR = 256, 30.0
 
     _norm, _size = carried(math.nan), carried(math.nan)  # of all weights, and of the median one, at first
+    _gradient = carried(math.nan)  # the first norm
 
     def judge(self, window: Window) -> Iterable[Finding]:
         rows = window.measured.get("parameter")
+        if math.isnan(self._gradient):
+            self._gradient = window.value("finite_norm", 0)
         for step, norm in norms_of_weights(window):
             self._take(window, step)
             sizes = () if rows is None else sizes_of_weights(rows, int(rows.steps.searchsorted(step)))[1]
@@ -92,8 +95,9 @@ class _ChangedWeights(LearningRule):
                 continue
             grown, is_soon = norm / self._norm, SOON + HALF <= self._count <= self._STEPS
             if is_soon and not window.run.has_rival:
-                rate = window.value("lr", int(window.steps.searchsorted(step)))
-                share = self._share(max(grown, size / self._size if grown > 1 else 0.0), size, rate)
+                row, more = int(window.steps.searchsorted(step)), max(grown, size / self._size if grown > 1 else 0.0)
+                gradient = window.value("finite_norm", row) / max(self._gradient, 1e-300)
+                share = self._share(more, size, window.value("lr", row), gradient)
                 loss, chance = median(self._recent[-HALF:]), self._chance
                 # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
                 if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
@@ -104,16 +108,19 @@ class _ChangedWeights(LearningRule):
         self._take(window)
         self._is_over |= self._count > self._STEPS
 
-    def _share(self, grown: float, size: float, rate: float) -> float:
+    def _share(self, grown: float, size: float, rate: float, gradient: float) -> float:
         """The share of chance from which on weights may not have ``grown`` so, to a median ``size``; 0 if they may.
 
-        ``rate`` is the learning rate.
+        ``rate`` is the learning rate, and ``gradient`` the norm of gradients over that of the first ones.
         """
         raise NotImplementedError
 
 
 class GrowingWeights(_ChangedWeights):
-    """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high."""
+    """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high.
+
+    Twice their norm suffices where gradients have become a tenth of the first ones: most units are dead then.
+    """
 
     name = "growing-weights"
     causes = RATES
@@ -124,8 +131,11 @@ class GrowingWeights(_ChangedWeights):
     # steps, and if they are huge. Of public programs one has large weights then, at a share of 0.66: an LSTM with a
     # learning rate of 20.
     _LARGE, _HUGE, _EARLY, _EARLY_SHARE, _HALF = 2.0, 6.0, 128, 0.75, 0.5
+    _JUMPED, _DEAD = 2.0, 0.1
 
-    def _share(self, grown: float, size: float, rate: float) -> float:
+    def _share(self, grown: float, size: float, rate: float, gradient: float) -> float:
+        if grown > self._JUMPED and gradient < self._DEAD:
+            return self._HALF
         if grown < GROWN or size <= self._LARGE:
             return 0.0
         is_early = self._classes and self._count <= self._EARLY
@@ -155,7 +165,7 @@ class ShrinkingWeights(_ChangedWeights):
             self._decay = max((value for name, value in seen.value.settings.items() if name[0] == "w"), default=0.0)
         yield from super().judge(window)
 
-    def _share(self, grown: float, size: float, rate: float) -> float:
+    def _share(self, grown: float, size: float, rate: float, gradient: float) -> float:
         forgets = rate * self._decay > self._FORGETS
         if self._decay > 0 and self._count >= self._LATER and grown < self._LESS[forgets]:
             return self._SHARE[forgets]
@@ -178,6 +188,7 @@ class TinySteps(LearningRule):
     # How far weights may have come, over their norm, and the share of the first losses that the last ones then are.
     # Fresh weights come to 0.08 or more in 52 public programs, and to 0.02 at a rate a thousand times too low.
     _FRESH, _TRAINED, _SLOW = (0.03, FLAT), (5e-4, 0.99), (5e-3, CHANCE)
+    _STILL = 1e-3, 0.5  # fresh weights, and losses that vary as much as they could have fallen
     # Fresh tensors have no element beyond so many times their root mean square. That of a uniform distribution is 1.73;
     # trained ones exceed 2.5.
     _EVEN, _ENOUGH = 1.9, 16
@@ -221,7 +232,8 @@ class TinySteps(LearningRule):
 
     def _judge_moves(self, window: Window, row: int, moved: float, numel: int) -> Iterator[Finding]:
         rate, first, now = window.value("lr", row), median(self._first), median(self._recent)
-        least, share = self._FRESH if self._are_fresh else self._TRAINED
+        fresh = self._STILL if moved < self._STILL[0] else self._FRESH
+        least, share = fresh if self._are_fresh else self._TRAINED
         if self._is_warm_up:
             takes = self._count * max(window.run.initial_lrs, default=0.0) / rate  # steps, if it rises evenly to that
             slow = self._SLOW if self._are_fresh and takes < self._count else (0.0, 1.0)
@@ -236,9 +248,9 @@ class TinySteps(LearningRule):
             text += f" and an eps of {run.optimizer_eps:g}, far larger than the gradients"
             causes, advice = [_EPS, *causes], [_USUAL_EPS, *advice]
         elif run.step_size != "rate":
-            causes.insert(int(rate < self._RATE), _SCALED)
+            causes.insert(int(rate < self._RATE), SCALED)
         text += f"; the loss began at {first:.4g} and is {now:.4g}"
-        causes = [_NEVER_WARM, *causes] if self._is_warm_up else causes
+        causes = [NEVER_WARM, *causes] if self._is_warm_up else causes
         yield from self._told(0, "lr", text, causes=causes, advice=advice, moved=moved, lr=rate)
 
 

@@ -1,4 +1,4 @@
-"""The rule about learning rates, weight decay and eps: they jump, stay 0, fade, or make no sense."""
+"""Rules about learning rates, weight decay and eps that jump, fade, rise too slowly, or make no sense."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import HUGE, Band, Records, Rule, around, bounded, carried, risen
-from gradstat.rules.rows import Floats, Observation, Window, rate_name
+from gradstat.rules.base import HUGE, Band, Records, RowsRule, Rule, around, bounded, carried, median, risen
+from gradstat.rules.course import NEVER_WARM, SCALED, LearningRule
+from gradstat.rules.rows import Floats, Observation, Rows, Window, rate_name
 
 # Conventions of gradstat. A rate jumps if it grows or falls by more than these factors in one step; step schedules
 # divide by 10. Growth is above all earlier rates and above the ``initial_lr`` of its scheduler, which a warm-up that is
@@ -197,3 +198,109 @@ def _faded(course: Floats, fresh: int) -> Iterator[tuple[int, float, float]]:
     if len(is_low) >= _LASTS:
         for row in np.flatnonzero(windows(is_low, _LASTS).all(1))[:1].tolist():
             yield row + _LASTS - 1 - len(now), before[row], now[row]
+
+
+class LongWarmUp(LearningRule):
+    """A warm-up of the learning rate that lasts longer than the run.
+
+    Where a framework knows the number of steps, it is told after 49 of them if the rate rises evenly; else when the
+    run has ended, if the rate has not come a fortieth of the way to the one that its scheduler warms up to. If
+    that is not known, the rate has to rise evenly to the end, while the loss hardly falls.
+    """
+
+    name = "long-warm-up"
+    explains = ("tiny-steps", "no-learning", "unrelated-outputs", "unchanged-parameter")
+    causes = (NEVER_WARM,)
+    advice = ("warm up over a tenth of all steps or less, and call scheduler.step() once per step",)
+    judges_end = True
+
+    # Rates that show how it rises, and by how much its halves may differ; steps that are more than an attempt.
+    _KNOWN, _UNEVEN, _ENOUGH, _SHARE = 49, 0.1, 96, 40
+    _FLAT = 0.8  # of the first losses, from which on the last ones have hardly fallen
+    # Of Adam and its like, from this on it is a factor, as in the schedule of Vaswani and others, and never reached.
+    _FACTOR = 0.1
+
+    _rates, _highest = carried(list[float]()), carried(0.0)
+    _start, _last = carried(0), carried(-1)  # steps with a rate
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rates, run, known = window.scalars.get("lr"), window.run, len(self._rates)
+        peak = max(run.initial_lrs[:1], default=0.0)
+        if self._is_over or not len(window.steps) or (peak >= self._FACTOR and run.step_size != "gradient"):
+            return
+        if rates is None:
+            yield from self._judge_end(peak)
+            return
+        self._take(window)
+        self._start, self._last = self._start if known else int(window.steps[0]), int(window.steps[-1])
+        self._rates = [*self._rates, *bounded(rates)][: self._KNOWN]
+        self._highest = max(self._highest, *bounded(rates))
+        if known < self._KNOWN == len(self._rates) and run.planned_steps:
+            yield from self._judge_plan(peak, run.planned_steps)
+
+    def _rise(self) -> float:
+        """By how much the rate rises in a step, if it does so evenly at first; else 0."""
+        first, middle, now = self._rates[0], self._rates[len(self._rates) // 2], self._rates[-1]
+        is_even = abs(now - 2 * middle + first) <= self._UNEVEN * (now - first)
+        return (now - first) / (self._KNOWN - 1) if is_even and len(self._rates) == self._KNOWN else 0.0
+
+    def _judge_plan(self, peak: float, planned: int) -> Iterator[Finding]:
+        rise = self._rise()
+        takes = self._start + (peak - self._rates[0]) / rise if rise > 0 else 0.0
+        if takes > planned:
+            text = f"the learning rate rises by {rise:.2g} per step, and would come to the {peak:.3g} that its "
+            text += f"scheduler warms up to after {takes:,.0f} steps, but the run has {planned:,}"
+            yield from self._told(0, "lr", text, takes=takes, peak=peak)
+
+    def _judge_end(self, peak: float) -> Iterator[Finding]:
+        count = self._last - self._start
+        if count < self._ENOUGH:
+            return
+        text = f"the run has ended after {self._last + 1:,} steps, when the learning rate had risen to "
+        text += f"{self._highest:.3g}"
+        first, now = (median(some) if some else 0.0 for some in (self._first, self._recent))
+        risen, rise = self._highest - self._rates[0], self._rise()
+        if 0 < risen * self._SHARE < peak - self._rates[0]:
+            text += f" of the {peak:.3g} that its scheduler warms up to"
+            yield from self._told(0, "lr", text, highest=self._highest, peak=peak)
+        is_flat = 0 < self._FLAT * first < now < first / self._FLAT
+        if peak <= self._rates[0] and is_flat and risen > (1 - self._UNEVEN) * rise * count > 0:
+            text += f" and still rose; the loss began at {first:.4g} and is {now:.4g}"
+            yield from self._told(0, "lr", text, highest=self._highest, loss=now)
+
+
+class HeavyDecay(RowsRule):
+    """A weight decay that outweighs the gradients of Adam and its like from the start, and shrinks the weights.
+
+    It is added to the gradient before that is normalised, so that steps follow the decay instead of the loss.
+    """
+
+    name = "heavy-decay"
+    kinds = ("parameter",)
+    explains = ("momentum-drift", "shrinking-weights", "dead-gradient", "no-learning", "unrelated-outputs")
+    causes = ("a weight decay that is far too large",)
+    advice = ("lower the optimizer's weight_decay, or use one that decouples it from the gradients, as AdamW",)
+
+    # Decay over gradient of the median weight, at most 0.09 in public programs, and the share of their norm from which
+    # on weights have shrunk.
+    _OUTWEIGHS, _SHRUNK = 1.0, 0.9
+
+    _norm, _times = carried(math.nan), carried(0.0)  # in the first step
+
+    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
+        gradients, decay = window.measured.get("gradient") or window.latest.get("gradient"), window.run.added_decay
+        if gradients is None:
+            return
+        for row, step in enumerate(rows.steps.tolist()):
+            pulls = gradients.of(rows.names).l2_norm[max(int(gradients.steps.searchsorted(step, "right")) - 1, 0)]
+            judged, norm = rows.tensors.matrices & (pulls > 0), rows.norm_of_matrices[row]
+            times = decay * median(rows.l2_norm[row, judged] / pulls[judged]) if judged.any() else 0.0
+            if math.isnan(self._norm):
+                self._norm, self._times = norm, times
+            is_heavy = min(times, self._times) > self._OUTWEIGHS and norm < self._SHRUNK * self._norm
+            if is_heavy and not self._episodes and self.begins("", step):
+                text = f"the weight decay of {decay:g} adds {self._times:.2g} times its gradient to that of the median "
+                text += f"weight, and the norm of all weights has shrunk to {norm / self._norm:.2g} times its first "
+                text += "value"
+                causes = self.led_by(SCALED) if decay < _NO_DECAY else self.causes
+                yield self.found(0, "weight_decay", text, causes=causes, decay=decay, times=self._times)

@@ -100,10 +100,10 @@ class UnusedGradients(Rule):
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
 
 
-# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), and a second
-# moment that averages fewer than two.
+# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or of Adam 500,
+# and a second moment that averages fewer than two.
 # States that count as many steps were cleared, if so many were taken, in two looks in a row.
-_MAX_MOMENTUM, _LEAST_DECAY, _TAKEN = 0.999, 0.5, 20
+_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN = 0.999, 0.998, 0.5, 20
 _INTERCHANGED = ("momentum (or beta1) and beta2 in the wrong order, or a digit too many or too few",)
 
 
@@ -111,7 +111,7 @@ class OptimizerMemory(Rule):
     """A momentum or beta2 that averages over far too many or too few steps, or a state that is cleared in every step.
 
     It is known exactly, from the optimizer's settings and from the step counters in its state, where these are on the
-    host.
+    host. SGD's has none, but keeps its momentum in one tensor.
     """
 
     name = "optimizer-memory"
@@ -126,8 +126,9 @@ class OptimizerMemory(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum, decay = window.run.momentum, window.run.least_decay
+        most = _MAX_BETA if window.run.step_size == "rate" else _MAX_MOMENTUM
         settings = (
-            (momentum > _MAX_MOMENTUM, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
+            (momentum > most, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
             (decay < _LEAST_DECAY, "decay", decay, "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"),
         )
         for is_wrong, key, value, what, usual in settings if len(window.steps) else ():
@@ -143,8 +144,8 @@ class OptimizerMemory(Rule):
             is_cleared = seen.value.age <= 1 and seen.value.all_steps >= _TAKEN
             self._cleared = self._cleared + 1 if is_cleared else 0
             if self._cleared == 2 and self.begins("cleared", seen.step):
-                text = f"the optimizer has taken {seen.value.all_steps} steps, but the step counter in its state is "
-                text += f"{seen.value.age:.0f}: its state is cleared in every step"
+                text = f"the optimizer has taken {seen.value.all_steps} steps, but its state has seen "
+                text += f"{seen.value.age:.0f}: it is cleared in every step"
                 yield self.found(seen.step, "optimizer", text, steps=seen.value.all_steps)
 
 
@@ -206,20 +207,27 @@ class MomentumDrift(Rule):
 
     def _small(self, window: Window, norms: Floats) -> Iterator[Finding]:
         """Finds that the optimizer averages far smaller gradients than were measured, which had these ``norms``."""
-        at = 0
-        for kind, rows in _momenta(window)[:1]:
+        at, run = 0, window.run
+        squares = [("square_avg", rows)] if (rows := window.measured.get("square_avg")) is not None else []
+        for kind, rows in [*squares, *_momenta(window)][:1]:
             for row, step in enumerate(rows.steps.tolist()):
                 stop = int(np.searchsorted(window.steps, step))
                 lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
                 at, self._lowest, self._count = stop, math.inf, 0
-                norm = math.hypot(*np.nan_to_num(rows.l2_norm[row]).tolist())
+                numbers = np.sqrt(np.abs(rows.field("sum"))) if squares else rows.l2_norm
+                numel = rows.tensors.numel.sum()
+                norm = math.hypot(*np.nan_to_num(numbers[row]).tolist())
                 if count < _ENOUGH or not (norm and 0 < lowest < math.inf and _are_of_all(rows.names, window)):
                     continue
                 ratio = norm / lowest
                 is_sum = kind == "momentum_buffer" and self._ratio == 1
                 falls = (_SUM_FALLS if is_sum else 1) * _FALLS
                 has_fallen = ratio < falls * self._ratio and norm < _NORM_FALLS * _FALLS * self._norm
-                is_small = has_fallen or (window.run.is_torchs and ratio < _LEAST and norm < _TINY)
+                if squares:
+                    has_fallen, is_tiny = False, ratio < _FALLS and norm < run.optimizer_eps * math.sqrt(numel)
+                else:
+                    is_tiny = ratio < _LEAST and norm < _TINY
+                is_small = has_fallen or (run.is_torchs and is_tiny)
                 if is_small and self.begins("small", step):
                     text = f"the optimizer's {kind} has a total norm of {norm:.3g}, but the gradient norm was at least "
                     text += f"{lowest:.3g} in the last {count} steps: optimizer.step() gets smaller gradients than "

@@ -174,11 +174,14 @@ class RunSettings:
         least_decay: The smallest of its groups, as they say it, also 0; 1 if there is none.
         step_size: What bounds a step of the optimizer: ``"rate"``, each element by the learning rate, as Adam's, or
             ``"gradient"``, times the rate, as SGD's; empty if not known.
+        added_decay: The largest weight decay of its groups, if times the weight it is added to the gradient that such
+            an optimizer normalises, as Adam does; 0 if not.
         is_torchs: Whether the optimizer's steps are those of a class of torch, so that its states are what they are
             called.
         maximizes: Whether the optimizer maximizes.
         has_rival: Whether another optimizer trains something else in turn, as in a GAN.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
+        planned_steps: How many steps the framework will take in all; 0 if not known.
         is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
         skipped_by: What skips steps with gradients that are not finite; empty if nothing is known to.
@@ -195,10 +198,12 @@ class RunSettings:
     second_moment_decay: float = 0.0
     least_decay: float = 1.0
     step_size: str = ""
+    added_decay: float = 0.0
     is_torchs: bool = True
     maximizes: bool = False
     has_rival: bool = False
     initial_lrs: tuple[float, ...] = ()
+    planned_steps: int = 0
     is_stepped_by_user: bool = True
     origin_is_unknown: bool = False
     skipped_by: str = ""

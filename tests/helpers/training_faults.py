@@ -203,6 +203,12 @@ def _never_zeroed(training: Training) -> None:
     training.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
 
 
+def _forgets(training: Training) -> None:
+    """Clears the optimizer's state before every step."""
+    update = training.update
+    training.update = lambda: (training.optimizer.state.clear(), update())[1]  # type: ignore[method-assign]
+
+
 def _rarely_steps(training: Training) -> None:
     update, numbers = training.update, itertools.count()
     training.update = lambda: None if next(numbers) % 10 else update()  # type: ignore[method-assign]
@@ -374,6 +380,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("one element of exp_avg is 1e6, and its unit dies", "MLP", "momentum-drift", "2.weight",
           state("2.weight", "exp_avg", lambda s: _poke(s, 1e6)),
           step=120, late=30, further=40),
+    Fault("the state of SGD is cleared in every step", "MLP", "optimizer-memory", "optimizer", _forgets,
+          lambda seed: train_mlp(seed, optimize=factory(torch.optim.SGD, 0.05, momentum=0.9)), step=0, late=110,
+          further=110),
+    Fault("a weight decay of 1 in Adam", "MLP", "heavy-decay", "weight_decay", _unbroken,
+          lambda seed: train_mlp(seed, optimize=factory(torch.optim.Adam, 1e-3, weight_decay=1.0)),
+          lambda seed: train_mlp(seed, optimize=factory(torch.optim.Adam, 1e-3, weight_decay=1e-3)), step=0,
+          further=60),
     Fault("exp_avg_sq is zeroed", "MLP", "second-moment-drop", "2.weight",
           state("2.weight", "exp_avg_sq", lambda s: s.zero_()), step=120, late=30, further=60),
     Fault("a custom backward returns gradients 1000 times too large", "MLP", "exploding-gradient", "0.weight",

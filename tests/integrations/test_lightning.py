@@ -89,6 +89,20 @@ def fit(callback: Any, model: pl.LightningModule, batches: int = 8, **options: A
     return made
 
 
+def test_a_warm_up_that_is_longer_than_the_training_is_told_before_it_ends() -> None:
+    class Warming(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.01)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 70))
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    for max_steps, is_told in ((60, True), (80, False)):
+        callback = GradstatCallback()
+        fit(callback, Warming(), 90, max_steps=max_steps)
+        told = [found.text for found in callback.monitor.findings if found.rule == "long-warm-up"]
+        assert ["after 70 steps, but the run has 60" in text for text in told] == [True] * is_told
+
+
 def scaled() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]}
 

@@ -304,3 +304,15 @@ def test_a_monitor_made_later(tmp_path: Path) -> None:
     trainer.train()
     assert handle.monitor.steps == 5
     handle.remove()
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_told"), [(20, False), (70, True)])
+def test_a_warm_up_that_is_longer_than_the_training_is_told_before_it_ends(
+    make: Make, warmup_steps: int, is_told: bool
+) -> None:
+    trainer = make(max_steps=60, warmup_steps=warmup_steps)
+    install(trainer)
+    texts = [text for text in warnings_of(trainer.train) if "long-warm-up" in text]
+    assert ["come to the 0.01 that its scheduler warms up to after 70 steps" in text for text in texts] == [
+        True
+    ] * is_told

@@ -76,6 +76,7 @@ class Story:
     tables: dict[str, Table] = field(default_factory=dict)
     observations: Sequence[Observation] = ()
     run: RunSettings = field(default_factory=RunSettings)
+    ends: bool = False  # whether the end is reviewed as well, which has no scalars
 
     def windows(self, size: int) -> list[Window]:
         """All steps, in windows of ``size``."""
@@ -89,7 +90,7 @@ class Story:
             latest |= {kind: Rows(rows.tensors, rows.steps[-1:], rows.raw[-1:]) for kind, rows in known.items()}
             scalars = {name: np.array(values[first:end], dtype=np.float64) for name, values in self.scalars.items()}
             made.append(Window(np.arange(first, end), scalars, known, self.run, looks, dict(latest), outputs))
-        return made
+        return [*made, *[Window(np.array([self.steps]), {}, {}, self.run)] * self.ends]
 
 
 def new(name: str) -> Rule:
@@ -164,6 +165,14 @@ def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: Mapping[
     """Like `one` (a norm is eight times the size), with norms of gradients."""
     every = [norms.get(step, norm) for step in range(50 * len(values) - 49)]
     return one(kind, values, scalars={"finite_norm": every}, **more)
+
+
+def squared(size: float, norm: float = 1.0, eps: float = 1e-3) -> Story:
+    """Averages of squared gradients that have such a size, and a norm of gradients."""
+    rows = each((0, 50), [row(size, mean=size)])
+    settings = RunSettings(optimizer_eps=eps)
+    shown = {"names": ("x",), "shapes": [(8, 8)], "scalars": {"finite_norm": [norm] * 51}}
+    return rows_of("square_avg", rows, run=settings, **shown)
 
 
 def normalised(variance: float = 1.0, mean: float = 0.0, steps: int = 51, gradient: float = 0.1) -> Story:
@@ -408,6 +417,25 @@ def creeping(
     return replace(story, tables={**story.tables, "parameter": parameters}, run=RunSettings(**run))
 
 
+def warming(
+    rates: Sequence[float], peak: float = 1e-2, planned: int = 0, loss: float = 1.0, ends: bool = False, **run: Any
+) -> Story:
+    """A learning ``rate`` that a scheduler warms up to a ``peak``. The last 64 losses are ``loss``, others 1."""
+    values, settings = (
+        [1.0] * (len(rates) - 64) + [loss] * 64,
+        RunSettings(initial_lrs=(peak,) * (peak > 0), planned_steps=planned, **run),
+    )
+    return Story(len(rates), {"loss": values[-len(rates) :], "lr": rates}, run=settings, ends=ends)
+
+
+def pulled(decay: float, later: float = 0.89, gradients: tuple[float, float] = (0.1, 0.1)) -> Story:
+    """A weight of size 1 that is another one ``later``, with gradients and the weight decay that is added to them."""
+    shown = {"names": ["a.weight"], "shapes": [(8, 8)]}
+    sizes, pulls = ({0: [row(one)], 50: [row(other)]} for one, other in ((1.0, later), gradients))
+    run = RunSettings(added_decay=decay)
+    return rows_of("parameter", sizes, 60, tables={"gradient": Table(pulls, **shown)}, run=run, **shown)
+
+
 def learning(
     losses: Sequence[float],
     mean: float = 0.0,
@@ -524,6 +552,7 @@ MEMORIZING = np.exp(np.interp(np.arange(250), np.arange(0, 260, 10), [
 RIVAL, TO_FIVE = RunSettings(has_rival=True), RunSettings(initial_lrs=(5.0,))
 PROBABILITIES = facts(activation=Activation.PROBABILITIES)
 ERRORS = [0.5, 0.6, 0.7]  # squared ones
+EVEN = [1e-5 * step for step in range(160)]
 OF_OTHERS = RunSettings(is_torchs=False)  # states of optimizers that are not torch's
 BACKWARDS = RunSettings(("b.weight", "a.bias", "a.weight"))
 SCALED = RunSettings(("module.2.weight", "module.0.weight"), is_scaled=True)
@@ -599,6 +628,22 @@ STORIES: list[tuple[Any, ...]] = [
     ("a rate that fades later -> learning-rate-jump, warning 107 lr: falls from 1 to 0.0009226 within 50 steps",
      rates([1.0] * 60 + [0.85**i for i in range(60)]), rates([1.0] * 60 + [0.9**i for i in range(50)] + [0.9**50] * 60),
      rates([1 + math.cos(math.pi * i / 200) for i in range(200)]), rates([1 - i / 200 for i in range(200)])),
+    ("a warm-up of 1,000 steps -> long-warm-up, warning 0 lr: come to the 0.01 that its scheduler warms up to after 1,",
+     warming(EVEN[:49], planned=900), warming(EVEN[:49], planned=1100), warming(EVEN[:48], planned=900),
+     warming(EVEN[:49]), warming([x * x for x in EVEN[:49]], planned=900), warming([1e-5] * 49, planned=900),
+     warming(EVEN[:49], 0.2, planned=900, step_size="rate"), warming(EVEN[:49], 0.0, planned=900)),
+    ("a large rate of SGD -> long-warm-up, warning 0 lr: after 20,000 steps, but the run has 900",
+     warming(EVEN[:49], 0.2, planned=900, step_size="gradient")),
+    ("a warm-up that outlasts the run -> long-warm-up, warning 0 lr: risen to 0.0001 of the 0.01 that its",
+     warming([x / 10 for x in EVEN[:101]], ends=True), warming([x / 10 for x in EVEN[:101]]),
+     warming([x / 10 for x in EVEN[:96]], ends=True), warming(EVEN[:101], 0.039, ends=True),
+     warming([1e-5] * 101, ends=True)),
+    ("a rate that still rises at the end -> long-warm-up, warning 0 lr: and still rose; the loss began at 1 and is",
+     warming(EVEN, 0.0, loss=0.81, ends=True), warming(EVEN, 0.0, loss=0.79, ends=True),
+     warming(EVEN, 0.0, loss=1.3, ends=True), warming(EVEN, 0.0, loss=0.81),
+     warming([*EVEN[:100], *[1e-3] * 60], 0.0, loss=0.81, ends=True)),
+    ("a decay that outweighs gradients -> heavy-decay, warning 0 weight_decay: adds 2 times its gradient",
+     pulled(0.2), pulled(0.1), pulled(0.2, later=0.91), pulled(0.2, gradients=(0.3, 0.1)), pulled(0.0)),
     ("a weight that is lost -> not-restored, warning 30 a: when the monitor's state was saved: its norm was 4",
      restored(norm=3.7), restored(norm=3.9), restored(norm=3.7, numel=65.0), restored(norm=3.7, rank=1)),
     ("weights that are lost -> not-restored, error 30 a: the same holds for 2 more",
@@ -637,7 +682,7 @@ STORIES: list[tuple[Any, ...]] = [
     ("a NaN in a state -> nonfinite-optimizer-state, error 50 a.bias: the optimizer's exp_avg of a.bias has 1 NaN",
      spoilt("exp_avg", 50, 1), rows_of("exp_avg", {0: healthy_rows()}),
      rows_of("parameter", {0: healthy_rows(2, nan=1)})),
-    ("states that are cleared -> optimizer-memory, warning 5 optimizer: has taken 200 steps, but the step counter in",
+    ("states that are cleared -> optimizer-memory, warning 5 optimizer: has taken 200 steps, but its state has seen 1:",
      covered(*[{"age": 1.0, "all_steps": steps} for steps in (100, 200, 300)]),
      covered({"age": 1.0, "all_steps": 100}, {"age": 90.0, "all_steps": 200}, {"age": 1.0, "all_steps": 300}),
      covered(*[{"age": 1.0, "all_steps": steps} for steps in (1, 2, 3)]), covered(*[{"all_steps": 100}] * 3)),
@@ -654,6 +699,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("a momentum larger than all before -> momentum-drift, warning 100 x: never exceeded 8",
      moved("momentum_buffer", [1.0, 99.0, 101.0], norms={100: 1e6}),
      moved("momentum_buffer", [1.0, 99.0, 101.0], norms={99: 9.0})),
+    ("squares of tiny gradients -> momentum-drift, warning 0 optimizer: square_avg has a total norm of 0.00",
+     squared(1e-8), squared(1e-5), squared(1e-8, eps=1e-5), squared(1e-8, norm=0.02)),
     ("a tiny momentum -> momentum-drift, warning 0 optimizer: has a total norm of 0.00072, but the gradient norm",
      moved("exp_avg", [0.9e-4] * 2), moved("exp_avg", [1.1e-4] * 2), moved("exp_avg", [0.9e-4] * 2, norms={9: 0.1}),
      moved("exp_avg", [0.0] * 2), moved("exp_avg_sq", [0.9e-4] * 2), moved("exp_avg", [0.9e-4] * 2, tables=OF_ANOTHER),
@@ -945,6 +992,11 @@ STORIES: list[tuple[Any, ...]] = [
     ("a decay that forgets weights -> shrinking-weights, warning 100 weight_decay: is 0.89 times its first value",
      decaying(0.5, 0.176, rate=0.06), decaying(0.5, 0.19, rate=0.06), decaying(0.5, 0.176, rate=0.04),
      decaying(0.4, 0.176, rate=0.06)),
+    ("weights that have grown, and gradients that are gone -> growing-weights, warning 50 lr: is 2.2 times its first",
+     learning([1.1] * 64, weights=(0.2, 0.2), later=(0.44, 1.0, 0.44), finite_norm=[1.0] * 9 + [0.09] * 55),
+     learning([1.1] * 64, weights=(0.2, 0.2), later=(0.44, 1.0, 0.44), finite_norm=[1.0] * 9 + [0.11] * 55),
+     learning([2.1] * 9 + [1.0] * 55, weights=(0.2, 0.2), later=(0.44, 1.0, 0.44), finite_norm=[1.0] * 9 + [0.09] * 55),
+     learning([1.1] * 64, weights=(0.2, 0.2), later=(0.38, 1.0, 0.38), finite_norm=[1.0] * 9 + [0.09] * 55)),
     ("most weights have grown -> growing-weights, warning 50 lr: is 2.4 times its first value after 51 steps",
      learning([1.7] * 64, weights=(3.0, 0.2), later=(5.0, 1.0, 5.0)),
      learning([1.7] * 64, weights=(3.0, 1.4), later=(5.0, 1.0, 5.0))),
@@ -954,6 +1006,9 @@ STORIES: list[tuple[Any, ...]] = [
     ("a rate far too low -> tiny-steps, warning 0 lr: has moved by 0.03 of its norm in 193 steps, at a learning rate",
      creeping(0.029), creeping(0.031), creeping(0.029, (2.1,) * 192), creeping(0.029, (2.1,) * 129 + (1.88,) * 64),
      creeping(0.029, has_rival=True), creeping(0.0), creeping(0.029, largest=0.5), learning((2.1,) * 193)),
+    ("weights that stand still -> tiny-steps, warning 0 lr: has moved by 0.0009 of its norm in 193 steps",
+     creeping(9e-4, (2.1,) * 129 + (1.1,) * 64), creeping(9e-4, (2.1,) * 129 + (1.0,) * 64),
+     creeping(1.1e-3, (2.1,) * 129 + (1.1,) * 64)),
     ("a rate far too low for weights that were trained -> tiny-steps, warning 0 lr: has moved by 0.0004 of its norm",
      creeping(4e-4, largest=0.5), creeping(6e-4, largest=0.5), creeping(4e-4, (-2.1,) * 193, largest=0.5),
      creeping(4e-4, (2.1,) * 129 + (2.05,) * 64, largest=0.5)),
@@ -1257,6 +1312,8 @@ WEIGHT, OTHER = ([nn.Parameter(torch.ones(2))] for _ in range(2))
         (torch.optim.RMSprop(WEIGHT, alpha=0.8), 0.8, 0.0, False),
         (torch.optim.Adam([{"params": WEIGHT, "betas": (0.9, 0.95, 0.7)}]), 0.7, 0.9, False),
         (torch.optim.Adam([{"params": OTHER}, {"params": WEIGHT, "betas": (0.9999, 0.99)}]), 0.99, 0.9999, True),
+        (torch.optim.AdamW(WEIGHT, betas=(0.999, 0.9)), 0.9, 0.999, True),
+        (torch.optim.RMSprop(WEIGHT, momentum=0.999), 0.99, 0.999, False),
         (torch.optim.SGD(WEIGHT, 0.1, momentum=0.9999), 0.0, 0.9999, True),
         (torch.optim.SGD(WEIGHT, 0.1, momentum=0.999), 0.0, 0.999, False),
         (torch.optim.AdamW(WEIGHT, betas=(0.9, 0.0)), 0.0, 0.9, True),

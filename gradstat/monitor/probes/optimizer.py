@@ -22,6 +22,8 @@ from gradstat.monitor.probes.gradients import FollowedGradient
 # set of them, unlike a WeakSet, can be listed while another thread adds one.
 _optimizers: set[weakref.ref[Optimizer]] = set()
 
+_ASKED = 3  # steps after each look
+
 
 class OptimizerSteps(Probe):
     """Hears the steps of an optimizer, and compares it with the watched parameters.
@@ -42,7 +44,9 @@ class OptimizerSteps(Probe):
         self._gradient = FollowedGradient()
         self.has_rival = False
         self._steps = 0
-        self._all_steps, self._age, self._asks_age = 0, math.inf, False
+        self._all_steps, self._age, self._asks_age = 0, math.inf, 0
+        self._momentum: weakref.ref[Tensor] | None = None  # of the followed parameter
+        self._renewals = 0
         self._is_alone = True  # no other optimizer has stepped
         self._stepping = unwrapped(self._optimizer)  # the one that hooks get
         self._watched: set[int] = set()
@@ -67,10 +71,24 @@ class OptimizerSteps(Probe):
         self._all_steps += 1
         parameter = self._gradient.parameter
         if self._asks_age and parameter is not None:
-            self._age, self._asks_age = _age_of(optimizer.state.get(parameter, {})), False
+            self._ask_age(optimizer.state.get(parameter, {}))
         self.run.noted.pop("not_zeroed", None)
         if self._gradient.use():
             self.run.noted["not_zeroed"] = 1.0
+
+    def _ask_age(self, state: Mapping[str, Any]) -> None:
+        """Notes how many steps a parameter's ``state`` counts: one, if three steps in a row made its momentum anew.
+
+        SGD has no counter, but keeps the tensor.
+        """
+        self._asks_age -= 1
+        momentum = state.get("momentum_buffer") if type(self._stepping) is optim.SGD else None
+        if isinstance(momentum, Tensor):
+            self._renewals = 0 if self._momentum is not None and self._momentum() is momentum else self._renewals + 1
+            self._momentum = weakref.ref(momentum)
+            self._age = 1.0 if self._renewals >= _ASKED else math.inf
+        else:
+            self._age, self._asks_age = _age_of(state), 0
 
     # Coverage --------------------------------------------------------------------------------------------
 
@@ -86,7 +104,7 @@ class OptimizerSteps(Probe):
         changes = self._gradient.changes()
         if self.run.source.is_loop and self._is_alone and self._all_steps:
             self._gradient.observe_unused(step)
-        steps, self._steps, self._asks_age = self._steps, 0, True
+        steps, self._steps, self._asks_age = self._steps, 0, _ASKED
         step.observe(
             "coverage",
             self._coverage(named)._replace(steps=steps, changes=changes, age=self._age, all_steps=self._all_steps),
@@ -195,6 +213,7 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
     sizes = [size for kinds, size in _STEP_SIZES if is_torchs and isinstance(optimizer, kinds)]
     if sizes == ["rate"] and any(_number(group.get("momentum")) for group in groups):
         sizes = []  # RMSprop's, whose momentum is of steps, and not of gradients
+    are_added = sizes == ["rate"] and not any(group.get("decoupled_weight_decay") for group in groups)
     return {
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
         "momentum": max(momenta),
@@ -202,6 +221,7 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
         "second_moment_decay": min(decays) if is_torchs and decays and all(0 < decay < 1 for decay in decays) else 0.0,
         "least_decay": min((float(one) for one in given if is_torchs and isinstance(one, int | float)), default=1.0),
         "step_size": sizes[0] if sizes else "",
+        "added_decay": max((_number(group.get("weight_decay")) for group in groups if are_added), default=0.0),
         "is_torchs": is_torchs,
         "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
