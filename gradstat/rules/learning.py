@@ -78,9 +78,11 @@ class _ChangedWeights(LearningRule):
     series: ClassVar[str]
 
     _STEPS, _FAR = 256, 30.0
+    # Between two looks, and as a share of the first gradients, where most units are dead.
+    _STILL, _DEAD = 0.01, 0.1
 
     _norm, _size = carried(math.nan), carried(math.nan)  # of all weights, and of the median one, at first
-    _gradient = carried(math.nan)  # the first norm
+    _gradient, _last = carried(math.nan), carried(math.nan)  # the first norm of gradients, and the last of all weights
 
     def judge(self, window: Window) -> Iterable[Finding]:
         rows = window.measured.get("parameter")
@@ -93,11 +95,12 @@ class _ChangedWeights(LearningRule):
             if math.isnan(self._norm):
                 self._norm, self._size = max(norm, 1e-300), max(size, 1e-300)
                 continue
+            is_still, self._last = abs(norm - self._last) < self._STILL * norm, norm
             grown, is_soon = norm / self._norm, SOON + HALF <= self._count <= self._STEPS
             if is_soon and not window.run.has_rival:
                 row, more = int(window.steps.searchsorted(step)), max(grown, size / self._size if grown > 1 else 0.0)
-                gradient = window.value("finite_norm", row) / max(self._gradient, 1e-300)
-                share = self._share(more, size, window.value("lr", row), gradient)
+                is_dead = is_still and window.value("finite_norm", row) < self._DEAD * self._gradient
+                share = self._share(more, size, window.value("lr", row), is_dead)
                 loss, chance = median(self._recent[-HALF:]), self._chance
                 # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
                 if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
@@ -108,10 +111,10 @@ class _ChangedWeights(LearningRule):
         self._take(window)
         self._is_over |= self._count > self._STEPS
 
-    def _share(self, grown: float, size: float, rate: float, gradient: float) -> float:
+    def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:
         """The share of chance from which on weights may not have ``grown`` so, to a median ``size``; 0 if they may.
 
-        ``rate`` is the learning rate, and ``gradient`` the norm of gradients over that of the first ones.
+        ``rate`` is the learning rate. ``is_dead`` says that weights have stopped, and that gradients are far smaller.
         """
         raise NotImplementedError
 
@@ -119,7 +122,7 @@ class _ChangedWeights(LearningRule):
 class GrowingWeights(_ChangedWeights):
     """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high.
 
-    Twice their norm suffices where gradients have become a tenth of the first ones: most units are dead then.
+    Twice their norm suffices where they then stop, with a tenth of the first gradients, as dead units do.
     """
 
     name = "growing-weights"
@@ -131,10 +134,10 @@ class GrowingWeights(_ChangedWeights):
     # steps, and if they are huge. Of public programs one has large weights then, at a share of 0.66: an LSTM with a
     # learning rate of 20.
     _LARGE, _HUGE, _EARLY, _EARLY_SHARE, _HALF = 2.0, 6.0, 128, 0.75, 0.5
-    _JUMPED, _DEAD = 2.0, 0.1
+    _JUMPED = 2.0
 
-    def _share(self, grown: float, size: float, rate: float, gradient: float) -> float:
-        if grown > self._JUMPED and gradient < self._DEAD:
+    def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:
+        if is_dead and grown > self._JUMPED:
             return self._HALF
         if grown < GROWN or size <= self._LARGE:
             return 0.0
@@ -165,7 +168,7 @@ class ShrinkingWeights(_ChangedWeights):
             self._decay = max((value for name, value in seen.value.settings.items() if name[0] == "w"), default=0.0)
         yield from super().judge(window)
 
-    def _share(self, grown: float, size: float, rate: float, gradient: float) -> float:
+    def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:
         forgets = rate * self._decay > self._FORGETS
         if self._decay > 0 and self._count >= self._LATER and grown < self._LESS[forgets]:
             return self._SHARE[forgets]

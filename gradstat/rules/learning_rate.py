@@ -11,7 +11,7 @@ import numpy as np
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import HUGE, Band, Records, RowsRule, Rule, around, bounded, carried, median, risen
 from gradstat.rules.course import NEVER_WARM, SCALED, LearningRule
-from gradstat.rules.rows import Floats, Observation, Rows, Window, rate_name
+from gradstat.rules.rows import Observation, Rows, Window, rate_name
 
 # Conventions of gradstat. A rate jumps if it grows or falls by more than these factors in one step; step schedules
 # divide by 10. Growth is above all earlier rates and above the ``initial_lr`` of its scheduler, which a warm-up that is
@@ -91,7 +91,8 @@ class LearningRateJump(_GrowthRule):
         "load scheduler and optimizer from the same checkpoint",
     )
 
-    _course = carried(list[float]())  # the last rates of the first group
+    # The last rates of the first group, for how many steps they have been low, and the rates before and at first then.
+    _course, _low_for, _fall = carried(list[float]()), carried(0), carried([0.0, 0.0])
     # By series, as `rate_name` calls them.
     _before = carried(dict[str, float]())
     _largest = carried(dict[str, float]())
@@ -121,12 +122,8 @@ class LearningRateJump(_GrowthRule):
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
         if first is None:
             return
-        course = np.array([*self._course, *np.where(window.steps > 0, first, math.nan).tolist()])
-        self._course = list(filter(math.isfinite, course[-(_WITHIN + _LASTS - 1) :].tolist()))
-        for at, old, new in _faded(course, len(first)):
-            if self.begins("faded", window.steps[at]):
-                text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps, and stays low"
-                yield self.found(window.steps[at], "lr", text, before=old, lr=new)
+        for step, rate in zip(window.steps.tolist(), first.tolist(), strict=True):
+            yield from self._follow_course(step, rate if step > 0 else math.nan)
         is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
         for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
             rates = window.scalars.get(name, first)
@@ -138,6 +135,17 @@ class LearningRateJump(_GrowthRule):
         for group, step, before, rate in self._followed(window.scalar("loss_scale") is not None):
             if self.begins(f"jump {rate_name(int(group))}", int(step)):
                 yield self._jump(int(step), rate_name(int(group)), before, rate)
+
+    def _follow_course(self, step: int, rate: float) -> Iterator[Finding]:
+        """Finds that the rate has come to nearly nothing in a few steps, and stays there."""
+        highest = max(self._course, default=0.0)
+        self._low_for = self._low_for + 1 if 0 < rate < _FADES * highest else 0
+        self._course = [*self._course, *[rate] * math.isfinite(rate)][-_WITHIN:]
+        self._fall = [highest, rate] if self._low_for == 1 else self._fall
+        if self._low_for == _LASTS and self.begins("faded", step):
+            old, new = self._fall
+            text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps, and stays low"
+            yield self.found(step, "lr", text, before=old, lr=new)
 
     def _of_settings(self, seen: Observation) -> Iterator[Finding]:
         for name, new in seen.value.settings.items():
@@ -185,21 +193,6 @@ def _of_group(name: str) -> str:
     return (name != "lr") * f" of group {name[3:-1]}"
 
 
-def _faded(course: Floats, fresh: int) -> Iterator[tuple[int, float, float]]:
-    """Where, among the last ``fresh`` rates of a ``course``, they first have come to nearly nothing in a few steps.
-
-    Yields the position, counted from the end, and the rates from and to which they have fallen.
-    """
-    windows = np.lib.stride_tricks.sliding_window_view
-    highest = windows(np.concatenate([np.zeros(_WITHIN), np.nan_to_num(course)]), _WITHIN + 1).max(1)
-    ends = slice(-(fresh + _LASTS - 1), None)  # so that the last of each run is one of the new rates
-    now, before = course[ends], highest[ends]
-    is_low = (now > 0) & (now < _FADES * before)
-    if len(is_low) >= _LASTS:
-        for row in np.flatnonzero(windows(is_low, _LASTS).all(1))[:1].tolist():
-            yield row + _LASTS - 1 - len(now), before[row], now[row]
-
-
 class LongWarmUp(LearningRule):
     """A warm-up of the learning rate that lasts longer than the run.
 
@@ -214,9 +207,9 @@ class LongWarmUp(LearningRule):
     advice = ("warm up over a tenth of all steps or less, and call scheduler.step() once per step",)
     judges_end = True
 
-    # Rates that show how it rises, and by how much its halves may differ; steps that are more than an attempt.
-    _KNOWN, _UNEVEN, _ENOUGH, _SHARE = 49, 0.1, 96, 40
-    _FLAT = 0.8  # of the first losses, from which on the last ones have hardly fallen
+    # Rates that show how it rises, by how much its halves may differ, steps that are more than an attempt, and how many
+    # times those it would take; the share of the first losses from which on the last ones have hardly fallen.
+    _KNOWN, _UNEVEN, _ENOUGH, _SHARE, _FLAT = 49, 0.1, 96, 40, 0.8
     # Of Adam and its like, from this on it is a factor, as in the schedule of Vaswani and others, and never reached.
     _FACTOR = 0.1
 
@@ -225,48 +218,41 @@ class LongWarmUp(LearningRule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         rates, run, known = window.scalars.get("lr"), window.run, len(self._rates)
-        peak = max(run.initial_lrs[:1], default=0.0)
+        peak, is_end = max(run.initial_lrs[:1], default=0.0), rates is None
         if self._is_over or not len(window.steps) or (peak >= self._FACTOR and run.step_size != "gradient"):
             return
-        if rates is None:
-            yield from self._judge_end(peak)
+        if rates is not None:
+            self._take(window)
+            self._start, self._last = self._start if known else int(window.steps[0]), int(window.steps[-1])
+            self._rates = [*self._rates, *bounded(rates)][: self._KNOWN]
+            self._highest = max(self._highest, *bounded(rates))
+        is_due = self._last - self._start >= self._ENOUGH if is_end else known < self._KNOWN == len(self._rates)
+        total = self._last + 1 if is_end else run.planned_steps
+        if is_due and total:
+            yield from self._judge_rise(peak, total, is_end)
+
+    def _judge_rise(self, peak: float, total: int, is_end: bool) -> Iterator[Finding]:
+        """Judges the first rates, or, if it ``is_end``, all of a run that has a ``total`` of steps."""
+        half = self._KNOWN // 2
+        first, count, now = self._rates[0], 2 * half, self._rates[-1]
+        if is_end:
+            count, now = self._last - self._start, self._highest
+        rise = (now - first) / count
+        is_even = abs(self._rates[half] - first - half * rise) <= self._UNEVEN * half * rise
+        takes = self._start + (peak - first) / rise if rise > 0 else 0.0
+        began, loss = (median(some) if some else 0.0 for some in (self._first, self._recent))
+        is_flat = 0 < self._FLAT * began < loss < began / self._FLAT
+        text = f"the learning rate has risen to {now:.3g} in {count:,} steps"
+        if takes > (self._SHARE * total if is_end else total) and (is_end or is_even):
+            text += (
+                f", and would come to the {peak:.3g} that its scheduler warms up to after {takes:,.0f}, but the run "
+            )
+            text += f"has {total:,}"
+        elif is_end and is_even and rise > 0 and is_flat and peak <= first:
+            text += f", up to the end of the run; the loss began at {began:.4g} and is {loss:.4g}"
+        else:
             return
-        self._take(window)
-        self._start, self._last = self._start if known else int(window.steps[0]), int(window.steps[-1])
-        self._rates = [*self._rates, *bounded(rates)][: self._KNOWN]
-        self._highest = max(self._highest, *bounded(rates))
-        if known < self._KNOWN == len(self._rates) and run.planned_steps:
-            yield from self._judge_plan(peak, run.planned_steps)
-
-    def _rise(self) -> float:
-        """By how much the rate rises in a step, if it does so evenly at first; else 0."""
-        first, middle, now = self._rates[0], self._rates[len(self._rates) // 2], self._rates[-1]
-        is_even = abs(now - 2 * middle + first) <= self._UNEVEN * (now - first)
-        return (now - first) / (self._KNOWN - 1) if is_even and len(self._rates) == self._KNOWN else 0.0
-
-    def _judge_plan(self, peak: float, planned: int) -> Iterator[Finding]:
-        rise = self._rise()
-        takes = self._start + (peak - self._rates[0]) / rise if rise > 0 else 0.0
-        if takes > planned:
-            text = f"the learning rate rises by {rise:.2g} per step, and would come to the {peak:.3g} that its "
-            text += f"scheduler warms up to after {takes:,.0f} steps, but the run has {planned:,}"
-            yield from self._told(0, "lr", text, takes=takes, peak=peak)
-
-    def _judge_end(self, peak: float) -> Iterator[Finding]:
-        count = self._last - self._start
-        if count < self._ENOUGH:
-            return
-        text = f"the run has ended after {self._last + 1:,} steps, when the learning rate had risen to "
-        text += f"{self._highest:.3g}"
-        first, now = (median(some) if some else 0.0 for some in (self._first, self._recent))
-        risen, rise = self._highest - self._rates[0], self._rise()
-        if 0 < risen * self._SHARE < peak - self._rates[0]:
-            text += f" of the {peak:.3g} that its scheduler warms up to"
-            yield from self._told(0, "lr", text, highest=self._highest, peak=peak)
-        is_flat = 0 < self._FLAT * first < now < first / self._FLAT
-        if peak <= self._rates[0] and is_flat and risen > (1 - self._UNEVEN) * rise * count > 0:
-            text += f" and still rose; the loss began at {first:.4g} and is {now:.4g}"
-            yield from self._told(0, "lr", text, highest=self._highest, loss=now)
+        yield from self._told(0, "lr", text, lr=now, peak=peak, takes=takes)
 
 
 class HeavyDecay(RowsRule):

@@ -461,6 +461,15 @@ def learning(
     return Story(len(losses), {"loss": losses, **scalars}, tables, looks)
 
 
+def stopped(loss: float = 1.1, size: float = 0.44, gradient: float = 0.09, before: float = 0.0) -> Story:
+    """Weights of a size of 0.2 that have come to another one, and the one ``before`` in the look before."""
+    norms, weight = [1.0] * 9 + [gradient] * 92, before or size
+    later = (weight, 1.0, weight)
+    story = learning([2.1] * 9 + [loss] * 92, weights=(0.2, 0.2), later=later, finite_norm=norms)
+    rows = {**story.tables["parameter"].rows, 100: [row(size), row(1.0, 8), row(size)]}
+    return replace(story, tables={**story.tables, "parameter": Table(rows)})
+
+
 def alone(losses: Sequence[float], **run: Any) -> Story:
     """As `learning`, of outputs that are not known to be those of classes, as hidden values."""
     seen = [Observation("outputs", 0, fitted(2.0))]
@@ -628,17 +637,17 @@ STORIES: list[tuple[Any, ...]] = [
     ("a rate that fades later -> learning-rate-jump, warning 107 lr: falls from 1 to 0.0009226 within 50 steps",
      rates([1.0] * 60 + [0.85**i for i in range(60)]), rates([1.0] * 60 + [0.9**i for i in range(50)] + [0.9**50] * 60),
      rates([1 + math.cos(math.pi * i / 200) for i in range(200)]), rates([1 - i / 200 for i in range(200)])),
-    ("a warm-up of 1,000 steps -> long-warm-up, warning 0 lr: come to the 0.01 that its scheduler warms up to after 1,",
+    ("a warm-up of 1,000 steps -> long-warm-up, warning 0 lr: come to the 0.01 that its scheduler warms up to after",
      warming(EVEN[:49], planned=900), warming(EVEN[:49], planned=1100), warming(EVEN[:48], planned=900),
      warming(EVEN[:49]), warming([x * x for x in EVEN[:49]], planned=900), warming([1e-5] * 49, planned=900),
      warming(EVEN[:49], 0.2, planned=900, step_size="rate"), warming(EVEN[:49], 0.0, planned=900)),
-    ("a large rate of SGD -> long-warm-up, warning 0 lr: after 20,000 steps, but the run has 900",
+    ("a large rate of SGD -> long-warm-up, warning 0 lr: after 20,000, but the run has 900",
      warming(EVEN[:49], 0.2, planned=900, step_size="gradient")),
-    ("a warm-up that outlasts the run -> long-warm-up, warning 0 lr: risen to 0.0001 of the 0.01 that its",
+    ("a warm-up that outlasts the run -> long-warm-up, warning 0 lr: risen to 0.0001 in 100 steps, and would",
      warming([x / 10 for x in EVEN[:101]], ends=True), warming([x / 10 for x in EVEN[:101]]),
      warming([x / 10 for x in EVEN[:96]], ends=True), warming(EVEN[:101], 0.039, ends=True),
      warming([1e-5] * 101, ends=True)),
-    ("a rate that still rises at the end -> long-warm-up, warning 0 lr: and still rose; the loss began at 1 and is",
+    ("a rate that still rises at the end -> long-warm-up, warning 0 lr: in 159 steps, up to the end of the run",
      warming(EVEN, 0.0, loss=0.81, ends=True), warming(EVEN, 0.0, loss=0.79, ends=True),
      warming(EVEN, 0.0, loss=1.3, ends=True), warming(EVEN, 0.0, loss=0.81),
      warming([*EVEN[:100], *[1e-3] * 60], 0.0, loss=0.81, ends=True)),
@@ -992,11 +1001,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("a decay that forgets weights -> shrinking-weights, warning 100 weight_decay: is 0.89 times its first value",
      decaying(0.5, 0.176, rate=0.06), decaying(0.5, 0.19, rate=0.06), decaying(0.5, 0.176, rate=0.04),
      decaying(0.4, 0.176, rate=0.06)),
-    ("weights that have grown, and gradients that are gone -> growing-weights, warning 50 lr: is 2.2 times its first",
-     learning([1.1] * 64, weights=(0.2, 0.2), later=(0.44, 1.0, 0.44), finite_norm=[1.0] * 9 + [0.09] * 55),
-     learning([1.1] * 64, weights=(0.2, 0.2), later=(0.44, 1.0, 0.44), finite_norm=[1.0] * 9 + [0.11] * 55),
-     learning([2.1] * 9 + [1.0] * 55, weights=(0.2, 0.2), later=(0.44, 1.0, 0.44), finite_norm=[1.0] * 9 + [0.09] * 55),
-     learning([1.1] * 64, weights=(0.2, 0.2), later=(0.38, 1.0, 0.38), finite_norm=[1.0] * 9 + [0.09] * 55)),
+    ("weights that have grown and stopped -> growing-weights, warning 100 lr: is 2.2 times its first value after 101",
+     stopped(), stopped(gradient=0.11), stopped(loss=1.0), stopped(size=0.39), stopped(before=0.43)),
     ("most weights have grown -> growing-weights, warning 50 lr: is 2.4 times its first value after 51 steps",
      learning([1.7] * 64, weights=(3.0, 0.2), later=(5.0, 1.0, 5.0)),
      learning([1.7] * 64, weights=(3.0, 1.4), later=(5.0, 1.0, 5.0))),
