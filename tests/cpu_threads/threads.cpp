@@ -41,6 +41,43 @@ std::vector<Row> measured_and_halved() {
   return table;
 }
 
+// In rows and in columns of blocks.
+std::vector<QuantizationRow> quantized() {
+  const Tensors tensors;
+  std::vector<Entry> entries;
+  std::vector<BlockShape> shapes;
+  for (const Entry& entry : tensors.entries) {
+    if (size_of(entry.dtype) == 1) continue;
+    entries.insert(entries.end(), 2, entry);
+    shapes.push_back({1, 1, entry.numel, 1, 32});
+    shapes.push_back({1, entry.numel, 1, 32, 1});
+  }
+  const QuantizationFormat nvfp4 = {ScaleRule::kTwoLevel, false, 0x1.8p22f, 1, 6, 2};
+  const std::vector<float> largest(entries.size(), 2);
+  std::vector<QuantizationRow> table(entries.size());
+  quantize_cpu(entries, shapes, nvfp4, largest.data(), table.data());
+  return table;
+}
+
+// Whether three calls at once give, bit by bit, what a single call gives.
+template <class F>
+bool are_independent(const char* name, const F& compute) {
+  std::vector<decltype(compute())> tables(3);
+  std::vector<std::thread> callers;
+  for (auto& table : tables) callers.emplace_back([&] { table = compute(); });
+  for (std::thread& caller : callers) caller.join();
+  const auto expected = compute();
+  for (const auto& table : tables) {
+    if (std::memcmp(table.data(), expected.data(), expected.size() * sizeof(expected[0])) != 0) {
+      std::fprintf(stderr, "%s: concurrent calls give other results than a single call\n", name);
+      return false;
+    }
+  }
+  std::printf("%s: %zu tensors on %zu threads: no race, bitwise equal results\n", name, expected.size(),
+              tables.size());
+  return true;
+}
+
 void race() {
   int number = 0;
   std::thread other([&] { ++number; });
@@ -55,16 +92,6 @@ int main(int count, char**) {
     race();
     return 0;
   }
-  std::vector<std::vector<Row>> tables(3);
-  std::vector<std::thread> callers;
-  for (auto& table : tables) callers.emplace_back([&table] { table = measured_and_halved(); });
-  for (std::thread& caller : callers) caller.join();
-  const std::vector<Row> expected = measured_and_halved();
-  for (const auto& table : tables) {
-    if (std::memcmp(table.data(), expected.data(), expected.size() * sizeof(Row)) != 0) {
-      std::fprintf(stderr, "concurrent calls give other results than a single call\n");
-      return 1;
-    }
-  }
-  std::printf("%zu tensors on %zu threads: no race, bitwise equal results\n", expected.size(), tables.size());
+  const bool passed = are_independent("rows and scaling", measured_and_halved);
+  return are_independent("quantization", quantized) && passed ? 0 : 1;
 }
