@@ -189,23 +189,19 @@ def rows_kernel(
     tl.store(row + 10, tl.max(tl.where(amax > 0, scale, -INF)))
 
 
-def program_of(block_rows: int, block_columns: int, rows: int) -> dict[str, int]:
-    """The blocks that a program reads, as compile-time arguments."""
+def program_of(block_rows: int, block_columns: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    """The blocks that a program reads, as compile-time arguments, and its warps."""
     height = 32 if block_rows == 1 < rows else block_rows
     least = 64 if block_columns == 1 else 1  # adjacent elements, to load whole sectors of memory
     # With more than 128 columns of 16, Triton 3.6 spills registers for sm_80.
     blocks = min(max(PROGRAM // (height * block_columns), least), 128)
-    return {"ROWS": height, "BLOCKS": blocks, "COLUMNS": block_columns, "JOINS": block_rows > 1}
+    warps = height * blocks * block_columns // (32 * elements_per_thread(dtype))
+    return {"ROWS": height, "BLOCKS": blocks, "COLUMNS": block_columns, "JOINS": block_rows > 1}, warps
 
 
 def elements_per_thread(dtype: torch.dtype) -> int:
     """As many as the registers of a thread hold."""
     return 16 if dtype == torch.float64 else 32
-
-
-def warps_of(program: dict[str, int], dtype: torch.dtype) -> int:
-    """Of a program that reads these blocks."""
-    return program["ROWS"] * program["BLOCKS"] * program["COLUMNS"] // (32 * elements_per_thread(dtype))
 
 
 def rows(
@@ -219,11 +215,11 @@ def rows(
 
 def _row(tensor: torch.Tensor, shape: Sequence[int], largest: torch.Tensor, format: dict[str, Any]) -> torch.Tensor:
     outer, rows, columns, block_rows, block_columns = shape
-    program = program_of(block_rows, block_columns, rows)
+    program, warps = program_of(block_rows, block_columns, rows, tensor.dtype)
     strips, chunks = -(-rows // program["ROWS"]), -(-columns // (program["BLOCKS"] * block_columns))
     parts = torch.empty((outer * strips * chunks, FIELD_COUNT.value), dtype=torch.float64, device=tensor.device)
     # Without fusion: a product with a multiplier is rounded to float32 before it is rounded to an element.
-    options = {"num_warps": warps_of(program, tensor.dtype), "enable_fp_fusion": False}
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     sizes = rows, columns, strips, chunks
     rows_kernel[(len(parts),)](tensor, largest, parts, *sizes, **format, **program, **options)
     return torch.cat([parts[:, :9].sum(0), parts[:, 9].amin(0, True), parts[:, 10].amax(0, True)])

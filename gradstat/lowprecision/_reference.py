@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradstat._core.tensors import memory_order
-from gradstat.lowprecision.blocks import Blocks, blocks_of
-from gradstat.lowprecision.formats import E4M3, Element, Format
+from gradstat.lowprecision.formats import E4M3, Blocks, Element, Format, blocks_of
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -31,8 +30,7 @@ def quantized(tensor: Tensor, format: Format, dim: int = -1, weight: bool = Fals
         return tensor.double()
     dense, shape = blocks_of(tensor.contiguous(), format, dim, weight)
     blocks = _cut(dense, shape)
-    magnitude = _magnitude(blocks)
-    rounded, scale = _codes(magnitude, _amax(magnitude, format, magnitude.amax()), format, magnitude.amax())
+    _, rounded, scale = _codes(blocks, format, _magnitude(blocks).amax())
     code = rounded.clamp(max=format.element.largest)
     stored = torch.where(blocks.isfinite(), torch.copysign(code * scale, blocks.double()), blocks.double())
     tiles = stored.reshape(shape.outer, -1, -(-shape.columns // shape.block_columns), *shape[3:]).transpose(2, 3)
@@ -44,9 +42,7 @@ def _row(tensor: Tensor, shape: Blocks, largest: Tensor, format: Format) -> Tens
     """The row of one tensor: ``[len(QUANTIZATION_FIELDS)]`` float64 on its device."""
     blocks = _cut(tensor, shape)
     exact = blocks.double().abs().nan_to_num(0.0, 0.0)
-    magnitude = _magnitude(blocks)
-    amax = _amax(magnitude, format, largest)
-    rounded, scale = _codes(magnitude, amax, format, largest)
+    amax, rounded, scale = _codes(blocks, format, largest)
     code = rounded.clamp(max=format.element.largest)
     error = code.double() * scale - exact
     nonzero, is_flushed = exact > 0, (exact > 0) & (code == 0)
@@ -61,20 +57,20 @@ def _row(tensor: Tensor, shape: Blocks, largest: Tensor, format: Format) -> Tens
     return torch.stack([value.double() for value in row])
 
 
+def _codes(blocks: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest magnitudes of blocks, their elements in units of the scales, and the scales, float64.
+
+    Elements are rounded as if there were no largest one. ``largest``: the largest magnitude of the tensor.
+    """
+    magnitude = _magnitude(blocks)
+    amax = magnitude.amax(1, keepdim=True) if format.block else largest.expand(len(magnitude), 1)
+    multiplier, scale = _scales(amax, format, largest)
+    return amax, _rounded(magnitude * multiplier, format.element), scale
+
+
 def _magnitude(blocks: Tensor) -> Tensor:
     """The magnitudes as float32, of which float64 ones may become zero or the largest; 0 for NaN and Inf."""
     return blocks.abs().nan_to_num(0.0, 0.0).float().clamp(max=_LARGEST_FLOAT32)
-
-
-def _amax(magnitude: Tensor, format: Format, largest: Tensor) -> Tensor:
-    """The largest magnitude of each block, which may be the whole tensor."""
-    return magnitude.amax(1, keepdim=True) if format.block else largest.expand(len(magnitude), 1)
-
-
-def _codes(magnitude: Tensor, amax: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements in units of the scales, rounded as if there were no largest one, and the scales, float64."""
-    multiplier, scale = _scales(amax, format, largest)
-    return _rounded(magnitude * multiplier, format.element), scale
 
 
 def _scales(amax: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,16 +15,16 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.norms import l2_norms
 from gradstat._core.tensors import is_uninitialized, name_by_position, readable, shard_of
 from gradstat.lowprecision.formats import Format
-from gradstat.lowprecision.stats import QUANTIZATION_FIELDS, table_of
+from gradstat.lowprecision.stats import DTYPES, QUANTIZATION_FIELDS, table_of
+from gradstat.lowprecision.verdicts import Means
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PARTS = [QUANTIZATION_FIELDS.index(name) for name in ("flushed", "saturated", "sq_error")]
 _WHOLES = [QUANTIZATION_FIELDS.index(name) for name in ("nonzero", "nonzero", "sq_sum")]
 
 
 def is_operand(tensor: object) -> bool:
     """Whether formats are defined for the elements of ``tensor``, and it has some."""
-    return isinstance(tensor, Tensor) and tensor.dtype in _DTYPES and tensor.dim() > 0 and tensor.numel() > 0
+    return isinstance(tensor, Tensor) and tensor.dtype in DTYPES and tensor.dim() > 0 and tensor.numel() > 0
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
@@ -50,7 +51,7 @@ class Layer:
     """
 
     def __init__(self, formats: Sequence[Format]) -> None:
-        self.values: dict[str, Tensor] = {}
+        self.values: dict[Any, Tensor] = {}
         self._formats = formats
 
     def take_forward(self, module: nn.Module, given: Tensor, weight: Tensor) -> None:
@@ -60,22 +61,22 @@ class Layer:
         self._to_input, self._to_weight = given.requires_grad, weight.requires_grad
         self._squares = _squares(tokens, by_row=True)
         self._weight_square = _squares(matrix)[0] / matrix.numel()
-        self.values["input"] = self._measured(tokens, True, self._to_weight)
-        self.values["weight"] = self._measured(matrix, True, self._to_input, is_weight=True)
+        self._measure("input", tokens, True, self._to_weight)
+        self._measure("weight", matrix, True, self._to_input, is_weight=True)
 
     def take_gradient(self, gradient: Tensor) -> None:
         """Measures the gradient of the output, in the first backward pass."""
-        if "output gradient" not in self.values:
+        if "coupling" not in self.values:
             with torch.no_grad():
                 matrix = _matrix_of(gradient)
-                self.values["output gradient"] = self._measured(matrix, self._to_input, self._to_weight)
+                self._measure("output gradient", matrix, self._to_input, self._to_weight)
                 self.values["coupling"] = self._squares.dot(_squares(matrix, by_row=True))
                 self.values["sensitivity"] = self.values["coupling"] * self._weight_square
 
     def take_weight_gradient(self, gradient: Tensor) -> None:
         """Measures the norm of the weight's gradient, before it is reduced or added to that of other passes."""
-        if "squares" not in self.values and gradient.layout is torch.strided:
-            self.values["squares"] = _squares(gradient.detach())[0]
+        if "coupling" in self.values and "gain" not in self.values and gradient.layout is torch.strided:
+            self.values["gain"] = self.values["coupling"] / _squares(gradient.detach())[0]
 
     def send(self) -> None:
         """Begins the copy of the values to the host, when the step has ended."""
@@ -86,28 +87,25 @@ class Layer:
         """Whether `means` returns without waiting."""
         return self._copy.done()
 
-    def means(self) -> dict[str, Any]:
-        """What was measured, as `Means`; waits for the copy."""
+    def means(self) -> Means:
+        """What was measured; waits for the copy."""
         ends = np.cumsum([shape.numel() for shape in self._shapes.values()])[:-1]
         parts = zip(self._shapes.items(), np.split(self._copy.wait(), ends), strict=True)
-        found = {name: part.reshape(shape) for (name, shape), part in parts}
-        coupling, squares = found.pop("coupling", None), found.pop("squares", 0.0)
-        return found if coupling is None or not squares > 0 else {**found, "gain": coupling / squares}
+        return {name: part.reshape(shape) for (name, shape), part in parts}
 
-    def _measured(self, matrix: Tensor, along: bool, across: bool, is_weight: bool = False) -> Tensor:
-        """`Means` of an operand: with blocks ``along`` and ``across`` the rows, NaN where not asked or not finite."""
-        unasked = matrix.new_full((1, len(QUANTIZATION_FIELDS)), torch.nan, dtype=torch.float64)
-        tables, dense = [], readable([matrix], name_by_position)
-        for format in self._formats:
-            first = table_of(dense, format, -1, is_weight) if along else unasked
-            is_same = along and (not format.block or (is_weight and format.weight_block > 0))
-            if across and not is_same:
-                tables += [first, table_of(dense, format, 0, is_weight)]
-            else:
-                tables += [first, first if across else unasked]
-        table = torch.cat(tables).view(len(self._formats), 2, -1)
-        is_finite = table[..., QUANTIZATION_FIELDS.index("nonfinite"), None] == 0
-        return torch.where(is_finite, table[..., _PARTS] / table[..., _WHOLES].clamp(min=1e-300), torch.nan)
+    def _measure(self, name: str, matrix: Tensor, along: bool, across: bool, is_weight: bool = False) -> None:
+        """Measures an operand with blocks ``along`` and ``across`` the rows: `Means`, NaN where not finite."""
+        dense = readable([matrix], name_by_position)
+        measured = functools.cache(lambda format, dim: table_of(dense, format, dim, is_weight))
+        for direction in [0] * along + [1] * across:
+            # Blocks that are squares or the whole matrix are the same in both directions.
+            dims = [
+                -1 - direction if each.block and not (is_weight and each.weight_block) else -1 for each in self._formats
+            ]
+            table = torch.cat(list(map(measured, self._formats, dims)))
+            shares = table[:, _PARTS] / table[:, _WHOLES].clamp(min=1e-300)
+            is_finite = table[:, QUANTIZATION_FIELDS.index("nonfinite"), None] == 0
+            self.values[name, direction] = torch.where(is_finite, shares, torch.nan)
 
 
 def _matrix_of(tensor: Tensor, cast: bool = False) -> Tensor:

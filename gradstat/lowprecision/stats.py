@@ -12,8 +12,7 @@ from gradstat._core.backends import resolve
 from gradstat._core.tensors import name_by_position, readable
 from gradstat._core.text import expect
 from gradstat.lowprecision import _reference
-from gradstat.lowprecision.blocks import blocks_of
-from gradstat.lowprecision.formats import Format, format_of
+from gradstat.lowprecision.formats import Format, blocks_of, format_of
 
 QUANTIZATION_FIELDS: tuple[str, ...] = (
     *("nonzero", "flushed", "saturated", "nonfinite", "sq_sum", "sq_error"),
@@ -21,7 +20,7 @@ QUANTIZATION_FIELDS: tuple[str, ...] = (
 )
 """Names of the columns of a table, as `quantization_stats` returns it, in order."""
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantization_stats(
@@ -95,8 +94,8 @@ def _require(given: Tensor, tensor: Tensor, device: torch.device, dim: int, name
     """Raises unless blocks along ``dim`` of ``tensor``, which is ``given`` or its local data, can be measured."""
     if given.layout != torch.strided:
         raise TypeError(f"{name}: expected a strided tensor, got layout {given.layout}; convert it with .to_dense()")
-    if tensor.dtype not in _DTYPES:
-        known = ", ".join(map(str, _DTYPES))
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
         remedy = "measure torch.view_as_real of it" if tensor.is_complex() else "convert it, for example with .float()"
         raise TypeError(f"{name}: expected one of {known}, got {tensor.dtype}; {remedy}")
     if tensor.device != device:

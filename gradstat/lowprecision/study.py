@@ -78,7 +78,7 @@ class LowPrecision:
         self._layers: list[str] = []  # all of the last sampled step
         self._measured: dict[str, Layer] = {}  # those called in the sampled step, so far
         self._arriving: deque[tuple[str, Layer]] = deque()
-        self._sums: dict[str, dict[str, tuple[Any, Any]]] = {}  # of `Means` by layer, behind numbers of steps
+        self._sums: dict[str, dict[Any, tuple[Any, Any]]] = {}  # of `Means` by layer, behind numbers of steps
         self._handles: list[Any] = []  # of hooks in the sampled step
         self._remove_hooks = removed_with(self, self._handles)
         self._remove = removed_with(self, [register_optimizer_step_post_hook(Hook(self._stepped))])

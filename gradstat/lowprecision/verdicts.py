@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from gradstat._core.text import columns, count_of, lines_of, listed, printable
 
-Means: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
-"""Of a layer. An operand's are ``[formats, 2, 3]``: with blocks along the rows of a matrix or across them, the shares
-of nonzero elements that are flushed and saturated, and the square of the relative error."""
+Means: TypeAlias = Mapping[Any, npt.NDArray[np.float64]]
+"""Of a layer. Those of an operand and a direction, 0 for blocks along the rows of its matrix and 1 across them, are
+``[formats, 3]``: the shares of nonzero elements that are flushed and saturated, and the square of the relative error.
+"""
 Row: TypeAlias = dict[str, Any]
 """One mapping of `LowPrecision.table`."""
 
-# The operands of each product, and the direction of their blocks: 0 along the rows of the matrix, 1 across them.
+# The operands of each product, and the direction of their blocks.
 _PRODUCTS = {
     "output": (("input", 0), ("weight", 0)),
     "input gradient": (("output gradient", 0), ("weight", 1)),
@@ -69,7 +70,7 @@ def _rows_of(layers: Mapping[str, Means], number: int) -> dict[str, list[Row]]:
     for layer, means in layers.items():
         rows = list[Row]()
         for product, places in _PRODUCTS.items():
-            operands = {name: means[name][number, at] for name, at in places if name in means}
+            operands = {place[0]: means[place][number] for place in places if place in means}
             if len(operands) == 2 and not any(np.isnan(values).any() for values in operands.values()):
                 gain = float(means.get("gain", 1.0)) if product == "weight gradient" else 1.0
                 noise = math.sqrt(gain * sum(error for *_, error in operands.values()))

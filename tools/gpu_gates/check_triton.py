@@ -67,7 +67,7 @@ class Gate:
 
 def quantization_gate(name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Gate:
     """The kernel of a format and a shape of its blocks, for elements of a dtype."""
-    program = quantization.program_of(rows, columns, 1 << 10 if name == "nvfp4" else 1)
+    program, warps = quantization.program_of(rows, columns, 1 << 10 if name == "nvfp4" else 1, dtype)
     element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}[dtype]
     arguments = {"x": element, "largest": "*fp32", "out": "*fp64"}
     loads = quantization.elements_per_thread(dtype) * dtype.itemsize // 16
@@ -75,7 +75,7 @@ def quantization_gate(name: str, rows: int, columns: int, dtype: torch.dtype = t
         quantization.rows_kernel,
         arguments | dict.fromkeys(("rows", "columns", "strips", "chunks"), "i32"),
         loops=((quantization._load_blocks, "values = tl.load(", loads),),
-        warps=quantization.warps_of(program, dtype),
+        warps=warps,
         constants=dict(zip(quantization.FORMAT, FORMATS[name].numbers, strict=True)) | program,
         fuses=False,
     )
