@@ -16,6 +16,7 @@ from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 import gradstat
 from gradstat.demo.model import GPT, TINY
@@ -175,21 +176,10 @@ def test_each_layer_counts_once_in_a_step(around: str, options: dict[str, Any]) 
     assert measured == [options.get("dtype", torch.float32)] * 3 * 6  # layers, and operands in two directions
 
 
-class Conv1D(nn.Module):
-    """As that of transformers, with a weight of ``[inputs, outputs]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.zeros(128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
-
-
 def test_a_product_that_a_layer_does_not_have_is_not_shown() -> None:
     model = Net()
     model.tokens.requires_grad_(False)
-    model.up = Conv1D()
+    model.up = Conv1D(128, 64)  # with a weight of [inputs, outputs]
     model.down.requires_grad_(False)  # as the layer that LoRA stands beside
     model.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     study = gradstat.LowPrecision(model, ["mxfp4"], every=1)
@@ -258,14 +248,14 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
         gradstat.LowPrecision(Net(), **wrong)
 
 
-def _study_of(sharded: bool) -> tuple[dict[str, set[str]], list[float]]:
+def _study_of(how: str) -> tuple[dict[str, set[str]], list[float]]:
     model: Any = Net()
-    if sharded:
+    if how == "sharded":
         from torch.distributed.fsdp import fully_shard
 
         for part in (model.up, model.down, model):
             fully_shard(part)
-    else:
+    elif how == "replicated":
         model = nn.parallel.DistributedDataParallel(model)
     study = gradstat.LowPrecision(model, ["nvfp4"], every=1)
     train(model, 4)
@@ -273,10 +263,7 @@ def _study_of(sharded: bool) -> tuple[dict[str, set[str]], list[float]]:
 
 
 def test_on_several_ranks_each_studies_its_own_products(ranks: Ranks) -> None:
-    alone = Net()
-    study = gradstat.LowPrecision(alone, ["nvfp4"], every=1)
-    train(alone, 4)
-    for sharded in (False, True):
-        for found, noise in ranks.run(2, _study_of, sharded):
-            assert {name.removeprefix("module."): each for name, each in found.items()} == EVERY
-            assert noise == pytest.approx([row["noise"] for row in study.table()], rel=1e-3)
+    expected = pytest.approx(_study_of("alone")[1], rel=1e-3)
+    for found, noise in [*ranks.run(2, _study_of, "sharded"), *ranks.run(2, _study_of, "replicated")]:
+        assert {name.removeprefix("module."): each for name, each in found.items()} == EVERY
+        assert noise == expected
