@@ -202,6 +202,7 @@ class LongWarmUp(LearningRule):
     """
 
     name = "long-warm-up"
+    explained_by = ("tiny-steps",)
     explains = ("tiny-steps", "no-learning", "unrelated-outputs", "unchanged-parameter")
     causes = (NEVER_WARM,)
     advice = ("warm up over a tenth of all steps or less, and call scheduler.step() once per step",)
@@ -267,25 +268,24 @@ class HeavyDecay(RowsRule):
     causes = ("a weight decay that is far too large",)
     advice = ("lower the optimizer's weight_decay, or use one that decouples it from the gradients, as AdamW",)
 
-    # Decay over gradient of the median weight, at most 0.09 in public programs, and the share of their norm from which
-    # on weights have shrunk.
-    _OUTWEIGHS, _SHRUNK = 1.0, 0.9
+    # Decay over gradient of the median weight in the first step, at most 0.09 in public programs, and the share of the
+    # norm from which on weights have shrunk.
+    _OUTWEIGHS, _SHRUNK = 0.5, 0.9
 
     _norm, _times = carried(math.nan), carried(0.0)  # in the first step
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        gradients, decay = window.measured.get("gradient") or window.latest.get("gradient"), window.run.added_decay
-        if gradients is None:
-            return
-        for row, step in enumerate(rows.steps.tolist()):
-            pulls = gradients.of(rows.names).l2_norm[max(int(gradients.steps.searchsorted(step, "right")) - 1, 0)]
-            judged, norm = rows.tensors.matrices & (pulls > 0), rows.norm_of_matrices[row]
-            times = decay * median(rows.l2_norm[row, judged] / pulls[judged]) if judged.any() else 0.0
-            if math.isnan(self._norm):
-                self._norm, self._times = norm, times
-            is_heavy = min(times, self._times) > self._OUTWEIGHS and norm < self._SHRUNK * self._norm
+        gradients, decay = window.measured.get("gradient"), window.run.added_decay
+        if math.isnan(self._norm) and gradients is not None:
+            pulls, self._norm = gradients.of(rows.names).l2_norm[0], rows.norm_of_matrices[0]
+            judged = rows.tensors.matrices & (pulls > 0)
+            self._times = decay * median(rows.l2_norm[0, judged] / pulls[judged]) if judged.any() else 0.0
+        for step, norm in zip(rows.steps.tolist(), rows.norm_of_matrices, strict=True):
+            is_heavy = self._times > self._OUTWEIGHS and norm < self._SHRUNK * self._norm
             if is_heavy and not self._episodes and self.begins("", step):
-                text = f"the weight decay of {decay:g} adds {self._times:.2g} times its gradient to that of the median "
+                text = (
+                    f"the weight decay of {decay:g} added {self._times:.2g} times its gradient to that of the median "
+                )
                 text += f"weight, and the norm of all weights has shrunk to {norm / self._norm:.2g} times its first "
                 text += "value"
                 causes = self.led_by(SCALED) if decay < _NO_DECAY else self.causes

@@ -100,10 +100,10 @@ class UnusedGradients(Rule):
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
 
 
-# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or of Adam 500,
-# and a second moment that averages fewer than two.
+# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or 500 of Adam's
+# or where the last four losses are above the first; a second moment that averages fewer than two.
 # States that count as many steps were cleared, if so many were taken, in two looks in a row.
-_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN = 0.999, 0.998, 0.5, 20
+_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN, _LAST = 0.999, 0.998, 0.5, 20, 4
 _INTERCHANGED = ("momentum (or beta1) and beta2 in the wrong order, or a digit too many or too few",)
 
 
@@ -123,15 +123,24 @@ class OptimizerMemory(Rule):
     advice = ("make the optimizer and load its state once, before the loop",)
 
     _cleared = carried(0)  # looks in a row
+    _began, _recent = carried(math.nan), carried(list[float]())  # the first loss, and the last ones
+    _since = carried(-1)  # the step from which on the momentum is large
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum, decay = window.run.momentum, window.run.least_decay
-        most = _MAX_BETA if window.run.step_size == "rate" else _MAX_MOMENTUM
+        self._recent = [*self._recent, *window.losses.values][-_LAST:]
+        self._began = next(iter(self._recent), math.nan) if math.isnan(self._began) else self._began
+        is_harmful = window.run.step_size == "rate" or min(self._recent, default=0.0) > self._began > 0
+        most = _MAX_BETA if is_harmful else _MAX_MOMENTUM
         settings = (
             (momentum > most, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
             (decay < _LEAST_DECAY, "decay", decay, "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"),
         )
         for is_wrong, key, value, what, usual in settings if len(window.steps) else ():
+            step = int(window.steps[-1])
+            if key == "momentum":
+                self._since = -1 if value <= _MAX_BETA else int(window.steps[0]) if self._since < 0 else self._since
+                step = self._since
             if is_wrong and self.begins(key, window.steps[-1]):
                 span = (
                     f"the last {1 / (1 - value):,.0f} steps" if 0 < value < 1 else "all steps" if value else "one step"
@@ -139,7 +148,7 @@ class OptimizerMemory(Rule):
                 averages = "gradients" if key == "momentum" else "squared gradients"
                 text = f"the {what} of the optimizer is {value:g}: it averages the {averages} of {span}"
                 advice = (f"use {usual}",)
-                yield self.found(window.steps[-1], "optimizer", text, causes=_INTERCHANGED, advice=advice, value=value)
+                yield self.found(step, "optimizer", text, causes=_INTERCHANGED, advice=advice, value=value)
         for seen in window.seen.get("coverage", []):
             is_cleared = seen.value.age <= 1 and seen.value.all_steps >= _TAKEN
             self._cleared = self._cleared + 1 if is_cleared else 0
