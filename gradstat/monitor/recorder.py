@@ -27,7 +27,7 @@ from gradstat.monitor.probes.base import Part, Pending, Probe, Run, measurable, 
 from gradstat.monitor.probes.gradients import GradientUse
 from gradstat.monitor.probes.graph import Leaves
 from gradstat.monitor.probes.inputs import Inputs
-from gradstat.monitor.probes.model import BackwardOrder, ModelFacts
+from gradstat.monitor.probes.model import BackwardOrder, ModelFacts, settings_of
 from gradstat.monitor.probes.optimizer import OptimizerSteps
 from gradstat.monitor.probes.outputs import Outputs
 from gradstat.monitor.probes.passes import Activations
@@ -242,6 +242,11 @@ class Recorder:
         values, named = self._probe(ParameterValues), self.trained.named_parameters()
         return [] if values is None else self._measured(step, named, values.state(named))
 
+    def measure_unfinished(self, step: int) -> list[PendingRows]:
+        """Measures what the model got in a step that an exception ended; no collectives."""
+        inputs = self._probe(Inputs)
+        return [] if inputs is None else self._measured(step, self.trained.named_parameters(), inputs.unfinished())
+
     def _measured(self, step: int, named: NamedParameters, parts: Sequence[Part]) -> list[PendingRows]:
         if not parts or is_distributed(own_shards(named)):
             return []  # would need collectives, which the other ranks would not join
@@ -305,6 +310,11 @@ class Recorder:
         """Whether an optimizer has stepped that has none of the watched parameters."""
         steps = self._probe(OptimizerSteps)
         return steps is not None and steps.has_rival
+
+    def settings(self) -> dict[str, float]:
+        """What the optimizer and modules are set to now, by name."""
+        steps = self._probe(OptimizerSteps)
+        return settings_of(self.inner) | (steps.settings() if steps is not None else {})
 
     @property
     def in_float16(self) -> tuple[str, ...]:

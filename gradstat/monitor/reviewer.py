@@ -18,6 +18,7 @@ from gradstat.monitor.log import StepLog
 from gradstat.monitor.probes.base import Pending
 from gradstat.monitor.probes.optimizer import optimizer_settings
 from gradstat.monitor.recorder import Recorder, model_name
+from gradstat.monitor.segments import PendingRows
 from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 from gradstat.recording.findings import Finding
@@ -60,6 +61,8 @@ class Reviewer:
         self.new: list[Finding] = []  # that nobody has acted on yet
         self._pending: deque[Pending] = deque()
         self.steps = self.nonfinite_steps = 0
+        self._set: dict[str, float] = {}  # settings, at the last review in a step
+        self._unfinished: list[PendingRows] = []  # the inputs of a step that an exception ended
         self._ended_by = ""  # the exception after the last step, in words
         self.forget()
 
@@ -87,7 +90,7 @@ class Reviewer:
     def take(self, pending: Pending | None, leaving: int) -> bool:
         """Counts a step and reads those before it, as `read`; None for a step that could not be measured."""
         self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
-        self._ended_by = ""
+        self._ended_by, self._unfinished = "", []
         if pending is not None:
             self._pending.append(pending)
         return self.read(leaving)
@@ -119,7 +122,7 @@ class Reviewer:
                 self._unwatched.report_failure(pending.step, "the numbers of a step could not be read")
                 continue
             if is_out_of_band or self.new or pending.step + 1 >= self.rules.next_review:
-                self.review()
+                self.review(is_in_step=not past_findings)
             if not is_nonfinite:
                 self.bad_since = self.raised = None
             elif self.bad_since is None:
@@ -143,6 +146,8 @@ class Reviewer:
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             first = (str(error).strip() or "no message").splitlines()[0]
             self._ended_by = f"{type(error).__name__}: {first}"
+            with self._unwatched.suppress_errors(self.steps, "the inputs of the last step could not be measured"):
+                self._unfinished = self._recorder.measure_unfinished(self.steps)
 
     def catch_up(self) -> None:
         """Reads and reviews all steps so far."""
@@ -161,18 +166,23 @@ class Reviewer:
         self.log.observations += seen
         self.review()
 
-    def review(self) -> None:
-        """Runs all rules on the steps since the last review."""
+    def review(self, is_in_step: bool = False) -> None:
+        """Runs all rules on the steps since the last review.
+
+        ``is_in_step``: settings are looked at. Elsewhere, as in an evaluation, modules have another mode.
+        """
         with self._unwatched.suppress_errors(self.steps, "the rules could not review the last steps"):
+            if is_in_step:
+                self._set = self._recorder.settings()
             self._run_rules()
 
     def review_end(self) -> None:
-        """Reviews the parameters as the last step has left them. The program may have died of them in the next."""
+        """Reviews the parameters as the last step has left them, and what the next got if the program died in it."""
         were_measured = any(kind.partition(".")[0] == "parameter" for kind in self.log.latest)
         if is_capturing() or not were_measured:
             return
         with self._unwatched.suppress_errors(self.steps, "parameters could not be measured at the end"):
-            numbers = self._recorder.measure_parameters(self.steps)
+            numbers = [*self._recorder.measure_parameters(self.steps), *self._unfinished]
             if numbers:
                 self.log.take(Pending(self.steps, numbers, [], {}, False, [], {}), self._run_rules)
                 self._run_rules(is_end=True)
@@ -193,6 +203,8 @@ class Reviewer:
             origin_is_unknown=recorder.origin_is_unknown,
             skipped_by="the loss scaler" if recorder.is_scaled else self._skipped_by,
             has_rival=recorder.has_rival,
+            settings=self._set,
+            is_unfinished=is_end and bool(self._unfinished),
             **optimizer_settings(settings.optimizer),
         )
         # Remedies that the run uses already, or cannot use, are left out of advice.

@@ -52,7 +52,8 @@ class Rule:
             not run any more.
         explains: Names of rules whose warnings a finding of this rule explains. Within the next 100 steps, such a
             warning becomes an info that names this finding as its cause.
-        judges_end: Whether the rule also reviews the parameters after the last step, when the run has ended.
+        judges_end: Whether the rule also reviews the parameters after the last step, when the run has ended, and what
+            the model got in a step that an exception ended.
     """
 
     name: ClassVar[str] = ""

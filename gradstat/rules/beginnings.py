@@ -17,21 +17,21 @@ class HeavyDropout(Rule):
     """A dropout layer that keeps at most a tenth of its input."""
 
     name = "heavy-dropout"
-    explains = ("loss-spike", "no-learning", "unrelated-outputs")
+    explains = ("loss-spike", "exploding-gradient", "no-learning", "unrelated-outputs")
     causes = ("the probability of keeping an element, passed as p=, which is the probability of dropping it",)
     advice = ("pass Dropout(p=) the share of elements that become zero: 0.1 keeps 90 %",)
 
-    _looked = carried(0)  # the step of the last look
+    _DROPS = 0.9
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("dropped", []):
-            since, self._looked = self._looked + 1, seen.step
-            if seen.value and not self._episodes:
-                name, step = seen.value[0] or "model", 0 if seen.step <= SOON else since
-                self.begins(name, step)
-                text = f"the dropout of {seen.value[0] or 'the model'} keeps a tenth of its input or less"
-                text += same_for(len(seen.value))
-                yield self.found(step, name, text, "module", modules=seen.value[:20])
+        if self._episodes or not len(window.steps):
+            return
+        settings = (name.partition("dropout of ")[2] for name, p in window.run.settings.items() if p >= self._DROPS)
+        if modules := list(filter(None, settings)):
+            step = 0 if window.steps[-1] <= SOON else int(window.steps[0])
+            self.begins(modules[0], step)
+            text = f"the dropout of {modules[0]} keeps a tenth of its input or less" + same_for(len(modules))
+            yield self.found(step, modules[0], text, "module", modules=modules[:20])
 
 
 class IdleBatchNorm(RowsRule):

@@ -52,12 +52,14 @@ class NonfiniteBatch(Rule):
     """NaN or Inf in a batch that was passed to ``monitor.check_batch``, or in what the model was called with.
 
     Masks may hold -Inf, and a program may mark missing labels with NaN. So it is an error only if the loss or the
-    gradients of the step are not finite either. Otherwise NaN is reported once, as an info.
+    gradients of the step are not finite either, or if an exception ended the step. Otherwise NaN is reported once, as
+    an info.
     """
 
     name = "nonfinite-batch"
     severity = "error"
     quiet = 1
+    judges_end = True
     causes = ("missing values in the data, or a division by a standard deviation of 0", "a damaged file")
     advice = (
         "find the sample: evidence['first'] is the index of the first NaN or Inf in the batch",
@@ -72,6 +74,7 @@ class NonfiniteBatch(Rule):
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind):
                 at = int(np.searchsorted(window.steps, step))
                 is_harmless = not any(window.value(name, at) > 0 for name in ("loss_nonfinite", "nonfinite"))
+                is_harmless &= not window.run.is_unfinished
                 for name in (name for name in nonfinite if name not in self._handled):
                     counted = _counts(rows, row, name)
                     text = f"{name} has {_described(counted)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -36,14 +36,23 @@ _HARD = "inputs that say little about the labels, or terms of the loss that work
 
 
 class NegativeLoss(TargetsRule):
-    """A negative loss that cannot be negative with the right sign: of a classifier, of squares or of magnitudes."""
+    """A negative loss that cannot be negative with the right sign: of a classifier, of squares or of magnitudes.
+
+    Any other is reported if it falls to thirty times its first value below zero, and ever faster.
+    """
 
     name = "negative-loss"
-    causes = WRONG_SIGN
+    explains = ("equal-targets", "exploding-gradient", "vanishing-gradient")
+    causes = (*WRONG_SIGN, "a term of the loss with the wrong sign")
     advice = ("change the sign of the loss, unless a lower loss means a better model",)
 
     # A loss is that of guessing, up to its sign, between these shares of it.
     _CLOSE = 0.75, 1.25
+    # Logarithms of densities fall less and less, and to no such values per sample. Judged in the first losses.
+    _FAR, _LEVELS = 30.0, 64
+
+    _levels = carried(list[float]())  # medians of `SOON` losses
+    _since = carried(-1)  # the step since which all are negative; -1 if the last is not
 
     def judge(self, window: Window) -> Iterable[Finding]:
         steps, _, losses = window.losses
@@ -56,8 +65,9 @@ class NegativeLoss(TargetsRule):
             if targets is not None and targets.squares == "minus":
                 text = f"the loss is {loss:.4g}: a sum of squared residuals, with a minus sign"
                 yield from self._told(step, "loss", text, loss=loss)
-        for row in self._follow(window) if self._classes or not self._count else ():
+        for row in self._follow(window):
             last, soon = self._recent[-SOON:], self._first[:SOON]
+            yield from self._falls(int(window.steps[row]), last, window.run.has_rival)
             if not self._classes or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
                 continue
             usual, (low, high) = math.log(self._classes), self._CLOSE
@@ -67,6 +77,16 @@ class NegativeLoss(TargetsRule):
             if -median(last) > least:
                 text = f"the loss has fallen to {last[-1]:.4g}, but that of a classifier has a lower bound, usually 0"
                 yield from self._told(int(window.steps[row]), "loss", text, loss=last[-1])
+
+    def _falls(self, step: int, last: Sequence[float], has_rival: bool) -> Iterator[Finding]:
+        """Judges whether a loss, which was ``last`` up to ``step``, falls without end."""
+        self._since = -1 if max(last) >= 0 else max(step - SOON + 1, 0) if self._since < 0 else self._since
+        self._levels = [*self._levels, median(last)][: self._LEVELS + 1]
+        first, middle, now = (self._levels[at] for at in (0, (len(self._levels) - 1) // 2, -1))
+        is_faster = middle - now > first - middle and len(self._levels) <= self._LEVELS
+        if now < -self._FAR * max(abs(first), 1.0) and is_faster and self._since >= 0 and not has_rival:
+            text = f"the loss has fallen from about {first:.4g} to about {now:.4g}, ever faster"
+            yield from self._told(self._since, "loss", text, loss=now)
 
 
 class _ChangedWeights(LearningRule):
@@ -164,8 +184,8 @@ class ShrinkingWeights(_ChangedWeights):
     _decay = carried(0.0)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("coverage", []):
-            self._decay = max((value for name, value in seen.value.settings.items() if name[0] == "w"), default=0.0)
+        decays = (value for name, value in window.run.settings.items() if name.startswith("weight_decay "))
+        self._decay = max(decays, default=0.0)
         yield from super().judge(window)
 
     def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:

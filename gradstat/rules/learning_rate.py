@@ -10,8 +10,9 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import HUGE, Band, Records, RowsRule, Rule, around, bounded, carried, median, risen
+from gradstat.rules.changes import NO_DECAY, growth_of
 from gradstat.rules.course import NEVER_WARM, SCALED, LearningRule
-from gradstat.rules.rows import Observation, Rows, Window, rate_name
+from gradstat.rules.rows import Rows, Window, rate_name
 
 # Conventions of gradstat. A rate jumps if it grows or falls by more than these factors in one step; step schedules
 # divide by 10. Growth is above all earlier rates and above the ``initial_lr`` of its scheduler, which a warm-up that is
@@ -26,11 +27,8 @@ _ZEROS = 20  # steps of 0 after another rate; schedules touch 0 at their end
 # It is, for `_LASTS` steps in a row, below this fraction of its largest value in the `_WITHIN` steps before; cosine,
 # linear and polynomial schedules come that low in the last two steps.
 _FADES, _WITHIN, _LASTS = 1e-3, 50, 5
-# Weight decay or eps of a group grows by more than this factor between two looks. 0 counts as 0.05; a weight decay of
-# 0.5 is far above usual ones.
-_SETTING, _NO_DECAY = 10.0, 0.05
-# A momentum m averages 1 / (1 - m) gradients. Of 1 and more, infinitely many.
-_MOMENTA, _ALL = ("momentum", "beta1"), 1 - 1e-9
+# Settings of a group that grow by more than this factor between two reviews.
+_GROW, _SETTING = ("weight_decay", "eps", "momentum", "beta1"), 10.0
 _SETTINGS = (
     "a schedule that sets this value instead of lr",
     "an optimizer whose state or param_groups were restored or edited wrongly",
@@ -99,8 +97,7 @@ class LearningRateJump(_GrowthRule):
     _zero_for = carried(dict[str, int]())
     _scheduled = carried(dict[str, float]())
     _change = carried(dict[str, float]())
-    _settings = carried(dict[str, float]())  # when last looked at
-    _looked = carried(0)
+    _settings = carried(dict[str, float]())  # at the last review
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf)}
@@ -115,8 +112,7 @@ class LearningRateJump(_GrowthRule):
         return bands
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("coverage", []):
-            yield from self._of_settings(seen)
+        yield from self._of_settings(window)
         self._remember(window)
         self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
@@ -147,14 +143,14 @@ class LearningRateJump(_GrowthRule):
             text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps, and stays low"
             yield self.found(step, "lr", text, before=old, lr=new)
 
-    def _of_settings(self, seen: Observation) -> Iterator[Finding]:
-        for name, new in seen.value.settings.items():
-            what, old = name.partition(" ")[0], self._settings.get(name, new)
-            was, now = (1 / (1 - min(one, _ALL)) if what in _MOMENTA else one for one in (old, new))
-            if now > _SETTING * (was or _NO_DECAY) and self.begins(name, seen.step):
-                text = f"{name} has changed from {old:.4g} to {new:.4g} since step {self._looked}"
-                yield self.found(self._looked + 1, what, text, causes=_SETTINGS, before=old, now=new)
-        self._settings, self._looked = {**seen.value.settings}, seen.step
+    def _of_settings(self, window: Window) -> Iterator[Finding]:
+        settings = {name: now for name, now in window.run.settings.items() if name.partition(" ")[0] in _GROW}
+        for name, now in settings.items() if len(window.steps) else ():
+            what, old, step = name.partition(" ")[0], self._settings.get(name, now), int(window.steps[0])
+            if growth_of(name, old, now) > _SETTING and self.begins(name, step):
+                text = f"{name} has changed from {old:.4g} to {now:.4g} since step {max(step - 1, 0)}"
+                yield self.found(step, what, text, causes=_SETTINGS, before=old, now=now)
+        self._settings = settings or self._settings
 
     def _review_one(self, name: str, steps: Sequence[int], rates: Sequence[float], is_known: bool) -> Iterator[Finding]:
         """Judges the ``rates`` of a group, of which the first is that before ``steps``."""
@@ -288,5 +284,5 @@ class HeavyDecay(RowsRule):
                 )
                 text += f"weight, and the norm of all weights has shrunk to {norm / self._norm:.2g} times its first "
                 text += "value"
-                causes = self.led_by(SCALED) if decay < _NO_DECAY else self.causes
+                causes = self.led_by(SCALED) if decay < NO_DECAY else self.causes
                 yield self.found(0, "weight_decay", text, causes=causes, decay=decay, times=self._times)

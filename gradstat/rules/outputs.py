@@ -146,7 +146,9 @@ class TargetsRule(LearningRule):
         # Targets that are equal have a deviation by rounding alone.
         varies = variance > 1e-5 * scale**2 * fit.residuals
         are_equal = not varies if is_exact and fit.residuals > 0 else None
-        if not is_exact and (fit.crossing > 0 or fit.facing > _FACING):
+        # If targets are equal, outputs and residuals vary alike. Outputs of a dead layer do not vary at all.
+        is_dead = fit.outputs < 1e-5 * scale**2 * fit.residuals
+        if not is_exact and (fit.crossing > 0 or (fit.facing > _FACING and not is_dead)):
             are_equal = not fit.crossing
         related = None
         if varies and fit.outputs:
@@ -184,9 +186,11 @@ class EqualTargets(TargetsRule):
 
     def judge(self, window: Window) -> Iterable[Finding]:
         # A discriminator may get real and made samples in passes of their own.
-        for step, facts, _, targets in () if window.run.has_rival else self.looks(window):
+        for step, facts, loss, targets in () if window.run.has_rival else self.looks(window):
             are_equal, fit = None if targets is None else targets.are_equal, facts.fit
             is_policy = False
+            if loss < 0:
+                continue  # gradients of a wrong sign tell nothing about targets
             if facts.labels:
                 is_one, label, count = facts.label is not None, facts.label or 0, facts.labels
                 # A policy, which weighs actions by returns, may settle on one.

@@ -180,10 +180,13 @@ class RunSettings:
             called.
         maximizes: Whether the optimizer maximizes.
         has_rival: Whether another optimizer trains something else in turn, as in a GAN.
+        settings: Settings of the optimizer's groups and of modules in the newest step, by name, such as
+            ``"eps of group 0"``.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
         planned_steps: How many steps the framework will take in all; 0 if not known.
         is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
+        is_unfinished: Whether an exception has ended the last step before its gradients were measured.
         skipped_by: What skips steps with gradients that are not finite; empty if nothing is known to.
     """
 
@@ -202,10 +205,12 @@ class RunSettings:
     is_torchs: bool = True
     maximizes: bool = False
     has_rival: bool = False
+    settings: Mapping[str, float] = field(default_factory=dict)
     initial_lrs: tuple[float, ...] = ()
     planned_steps: int = 0
     is_stepped_by_user: bool = True
     origin_is_unknown: bool = False
+    is_unfinished: bool = False
     skipped_by: str = ""
 
     def first_in_backward(self, names: Sequence[str]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,7 +12,9 @@ import numpy as np
 from gradstat._core.warn import warn_of_failure
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import WRONG_SIGN, Band, Rule
+from gradstat.rules.changes import Changes
 from gradstat.rules.consequences import Consequences
+from gradstat.rules.finite import NonfiniteGradient, NonfiniteLoss, NonfiniteOptimizerState
 from gradstat.rules.gradients import ExplodingGradient
 from gradstat.rules.rows import Floats, Window
 from gradstat.rules.training import LossSpike
@@ -22,10 +24,11 @@ from gradstat.rules.weights import ParameterJump
 _MAX_ROWS = 200_000
 
 
-# What grows after a learning rate has jumped by this factor, or where a loss that lies so many times its first value
-# below zero is minimised.
+# What grows after a change, or where a loss that lies so many times its first value below zero is minimised. Of what is
+# not finite only the latter is said, since other causes are known better.
 _GROWS = {LossSpike.name, ExplodingGradient.name, ParameterJump.name}
-_JUMP, _FAR_BELOW = 3.0, 10.0
+_ENDS = {NonfiniteLoss.name, NonfiniteGradient.name, NonfiniteOptimizerState.name}
+_FAR_BELOW = 10.0
 
 
 class RuleRunner:
@@ -43,7 +46,8 @@ class RuleRunner:
         self.rules = list(rules)
         self._every, self._weights = every, weights
         self._rates: list[float] = []
-        self._first_loss = math.nan
+        self._first_loss = self._last_loss = math.nan  # of the finite ones
+        self._changes = Changes()
         self._consequences = Consequences({rule.name: rule.explains for rule in rules})
         self.refused_at = -math.inf
         self._bands: list[tuple[str, float, float]] = []
@@ -63,6 +67,7 @@ class RuleRunner:
         ``is_end``: the window has what the last step has made of the parameters, for rules that judge the end.
         """
         findings: list[Finding] = []
+        self._changes.note(window)
         # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for rule in self.rules:
@@ -94,25 +99,28 @@ class RuleRunner:
             seen = window.outputs
             moves = seen.takes_one and seen.fit is not None and seen.fit.squares > 0 and finding.causes != WRONG_SIGN
             finding = replace(finding, severity="info") if window.run.has_rival or moves else finding
-        if finding.rule not in _GROWS:
+        is_rise = finding.rule in _GROWS
+        if not is_rise and finding.rule not in _ENDS:
             return finding
-        causes, advice = list[str](), list[str]()
-        row = max(int(window.steps.searchsorted(finding.step, "right")) - 1, 0)
-        rates = [*self._rates, *window.scalars.get("lr", np.empty(0))[: row + 1].tolist()][-101:]
-        jumps = [(old, new) for old, new in itertools.pairwise(rates) if new > _JUMP * old > 0]
-        first = window.value("loss", 0) if math.isnan(self._first_loss) else self._first_loss
-        if jumps:
-            old, new = jumps[-1]
-            causes.append(f"the learning rate, which rose from {old:.4g} to {new:.4g} shortly before")
-            advice.append("print the learning rate of the steps before it")
-        elif window.value("loss", row) < -_FAR_BELOW * abs(first) and not window.run.has_rival:
-            causes += WRONG_SIGN
+        causes, advice = self._changes.before(finding.step) if is_rise else [], finding.advice
+        if causes:
+            advice = ("print what changed, for the steps before it", *advice)
+        elif not window.run.has_rival and self._is_far_below(finding.step, window):
+            causes = [*WRONG_SIGN]
         causes += (cause for cause in finding.causes if cause not in causes)
-        return replace(finding, causes=tuple(causes), advice=(*advice, *finding.advice))
+        return replace(finding, causes=tuple(causes), advice=advice)
+
+    def _is_far_below(self, step: int, window: Window) -> bool:
+        """Whether the last finite loss up to ``step`` is far below zero."""
+        steps, _, values = window.losses
+        losses = [self._last_loss, *values[: bisect_right(steps, step)]]
+        first = self._first_loss if math.isfinite(self._first_loss) else next(iter(values), math.nan)
+        return losses[-1] < -_FAR_BELOW * abs(first)
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
         self._rates, self.refused_at = [], -math.inf
+        self._changes.forget()
         self._consequences.forget()
         self._remember(steps, scalars)
         self.refresh(steps)
@@ -121,7 +129,9 @@ class RuleRunner:
         """Keeps what later reviews need of the ``scalars`` of the last steps before ``end``."""
         self._rates = [*self._rates, *scalars.get("lr", np.empty(0)).tolist()][-101:]
         losses = scalars.get("loss", np.empty(0))
-        self._first_loss = float(losses[0]) if math.isnan(self._first_loss) and len(losses) else self._first_loss
+        losses = losses[np.isfinite(losses)].tolist()
+        self._first_loss = losses[0] if math.isnan(self._first_loss) and losses else self._first_loss
+        self._last_loss = losses[-1] if losses else self._last_loss
         reasons = scalars.get("refused", np.empty(0))
         refused = np.flatnonzero(reasons > 1)
         self.refused_at = end - len(reasons) + int(refused[-1]) if len(refused) else self.refused_at

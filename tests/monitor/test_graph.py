@@ -199,6 +199,33 @@ def test_of_what_a_run_has_died_is_told(change: Callable[[Tensor], object], told
     assert monitor.latest().step == 5
 
 
+@pytest.mark.parametrize("uses_auto", [False, True])
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(1.0, []), (float("nan"), ["nonfinite-batch error 6"]), (float("inf"), ["nonfinite-batch error 6"])],
+)
+def test_of_which_inputs_a_run_has_died_is_told(value: float, told: list[str], uses_auto: bool) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    handle = gradstat.auto(model, optimizer, on_anomaly=RECORD) if uses_auto else None
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD) if handle is None else handle.monitor
+    with pytest.raises(ValueError, match="parameter loc"), monitor if handle is None else handle:  # noqa: PT012
+        for step in range(7):
+            inputs = X[:2].clone()
+            inputs[0, 1] = value if step == 6 else 0.5
+            outputs = model(inputs)
+            if step == 6:
+                outputs = outputs * torch.nan  # a distribution checks them
+            loss = -Normal(outputs, 1.0, validate_args=True).log_prob(X[2:]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if handle is None:
+                monitor.step(loss)
+            optimizer.step()
+    assert [f"{one.rule} {one.severity} {one.step}" for one in monitor.diagnose().findings] == told
+    assert monitor.latest().step == 5
+
+
 @pytest.mark.parametrize("change", [lambda std: std.fill_(1e30), lambda std: std.zero_(), lambda std: std.neg_()])
 def test_weights_that_are_changed_when_a_run_is_over_are_not_judged(change: Callable[[Tensor], object]) -> None:
     """As those of an earlier epoch, or of an average, that are loaded before the monitor is detached."""

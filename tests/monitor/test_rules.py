@@ -77,6 +77,7 @@ class Story:
     observations: Sequence[Observation] = ()
     run: RunSettings = field(default_factory=RunSettings)
     ends: bool = False  # whether the end is reviewed as well, which has no scalars
+    settings: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by the step since which they hold
 
     def windows(self, size: int) -> list[Window]:
         """All steps, in windows of ``size``."""
@@ -89,7 +90,9 @@ class Story:
             outputs = next((seen.value for seen in looks[::-1] if seen.kind == "outputs"), outputs)
             latest |= {kind: Rows(rows.tensors, rows.steps[-1:], rows.raw[-1:]) for kind, rows in known.items()}
             scalars = {name: np.array(values[first:end], dtype=np.float64) for name, values in self.scalars.items()}
-            made.append(Window(np.arange(first, end), scalars, known, self.run, looks, dict(latest), outputs))
+            settings = [by_name for since, by_name in self.settings.items() if since < end]
+            run = replace(self.run, settings=settings[-1]) if settings else self.run
+            made.append(Window(np.arange(first, end), scalars, known, run, looks, dict(latest), outputs))
         return [*made, *[Window(np.array([self.steps]), {}, {}, self.run)] * self.ends]
 
 
@@ -203,6 +206,11 @@ def covered(*looks: Mapping[str, Any], every: int = 5, **more: Any) -> Story:
     return seen("coverage", *made, every=every, first=0, **more)
 
 
+def set_to(*settings: Mapping[str, float], every: int = 50) -> Story:
+    """Settings that change every so many steps."""
+    return Story(every * len(settings), settings={every * i: by_name for i, by_name in enumerate(settings)})
+
+
 def restored(of: str = "a", kind: str = "parameter", loss: float = 0.0, ranks: int = 1, **now: float) -> Story:
     """A run that goes on in step 30 with three weights, which have states, of which those ``of`` some are others."""
     rank = int(now.pop("rank", 0))
@@ -283,10 +291,9 @@ def begun(weight: float, gradient: list[float] | None = None) -> Story:
 
 def decaying(loss: float, size: float, decay: float = 0.1, when: int = 100, rate: float = 1e-3) -> Story:
     """Weights that have a size of 0.2 and come to another one, beside a weight decay."""
-    looks = covered({"settings": {"weight_decay of group 0": decay}}).observations
     later = (size, 1.0, size)
     story = learning([2.1] * 64 + [loss] * 64, weights=(0.2, 0.2), later=later, when=when, lr=[rate] * 128)
-    return replace(story, observations=[*story.observations, *looks])
+    return replace(story, settings={0: {"weight_decay of group 0": decay}})
 
 
 def mistaken(right: float) -> Story:
@@ -974,6 +981,9 @@ STORIES: list[tuple[Any, ...]] = [
      losses([0.2, 0.1, -0.1], run=RunSettings(loss_has_no_sign=True)), losses([0.2, 0.1, -0.1]),
      losses([0.2, 0.1, 0.0], run=RunSettings(loss_has_no_sign=True)),
      losses([-0.1] * 9, run=RunSettings(loss_has_no_sign=True, has_rival=True))),
+    ("a loss that falls ever faster -> negative-loss, warning 32 loss: has fallen from about 0.9",
+     losses(falling := [1 - 0.001 * step**2 for step in range(200)]), losses(falling[:175]),
+     losses([1 - 4 * step**0.5 for step in range(200)]), losses(falling, run=RIVAL)),
     ("minus the loss of guessing -> negative-loss, warning 47 loss: has fallen to -2.7",
      learning([-2.1] * 16 + [-2.7] * 32), learning([-2.1] * 16 + [-2.5] * 40), learning([-2.1] * 16 + [-2.7] * 31)),
     ("certain from the beginning -> far-beginning, warning 0 loss: begins at 5.3; guessing among 8 classes gives 2.079",
@@ -1040,7 +1050,7 @@ STORIES: list[tuple[Any, ...]] = [
     ("weights that are all equal -> constant-weights, warning 0 a.weight: the same holds for every other weight",
      constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight")),
     ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: keeps a tenth of its input or less; the same holds",
-     seen("dropped", ["a.drop", "b.drop"]), seen("dropped", [])),
+     set_to({"dropout of a.drop": 0.9, "dropout of b.drop": 1.0}), set_to({"dropout of a.drop": 0.89})),
     ("a batch norm in eval mode -> idle-batch-norm, warning 0 a: eval mode: its running mean and variance are still 0",
      normalised(), normalised(variance=0.9), normalised(mean=0.1), normalised(steps=50), normalised(gradient=0.0)),
     ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: come from a sigmoid",
@@ -1071,6 +1081,8 @@ STORIES: list[tuple[Any, ...]] = [
      looking([fitted()] * 4 + [fitted(spread=0.0)] * 7), looking([fitted(spread=0.0)] * 11, 1.0)),
     ("targets that are equal -> equal-targets, warning 0 logits: in each of 6 batches that were inspected, all targets",
      looking([fitted(2.0, crossing=0.0, facing=0.3)] * 6), looking([fitted(2.0, crossing=0.0, facing=0.3)] * 5),
+     looking([fitted(2.0, crossing=0.0, facing=0.3, outputs=0.0)] * 6),
+     looking([fitted(-2.0, crossing=0.0, facing=0.3)] * 6, -2.0),
      looking([fitted(2.0, crossing=0.01, facing=0.3)] * 6), looking([fitted(2.0, crossing=0.0, facing=0.2)] * 6),
      looking([fitted(2.0, crossing=0.0, facing=0.3, are_errors=1.0)] * 6),
      looking([fitted(2.0, crossing=0.0, facing=0.3, elements=65.0)] * 6)),
@@ -1273,6 +1285,60 @@ def test_what_the_scalars_show_comes_before_other_causes(first: str, lr: list[fl
         found = findings(new("loss-spike"), losses(values, lr=lr).windows(size))[0]
         assert found.causes[0].startswith(first)
         assert len({*found.causes}) == len(found.causes)
+
+
+def jumping(name: str, *values: float, when: int = 96) -> Story:
+    """A loss that jumps in step 96, and a setting that changes, there at the latest."""
+    settings = {at: {name: value} for at, value in zip((0, when), values, strict=True)}
+    return replace(losses([*LOSSES, *[12.1] * 104]), settings=settings)
+
+
+def fed(when: int = 96, **how: float) -> Story:
+    """A loss that jumps in step 96, and an input that is another one from a step on."""
+    usual = [[row(1 + 0.1 * (step % 7), mean=0.1 * (step % 3), max=2.0 + step % 2)] for step in range(200)]
+    now = {"size": 1.3, "mean": 0.1, "max": 2.5, **how}
+    rows = {step: cells if step < when else [row(**now)] for step, cells in enumerate(usual)}  # type: ignore[arg-type]
+    story = losses([*LOSSES, *[12.1] * 104])
+    return replace(story, tables={"input": Table(rows, ("input[0]",), [(8, 8)])})
+
+
+NO_CHANGE = "if it stays there, a change at this step"
+
+
+@pytest.mark.parametrize(
+    ("first", "story"),
+    [
+        ("the dropout of a, which rose from 0.1 to 0.8 shortly before", jumping("dropout of a", 0.1, 0.8)),
+        ("the beta1 of group 0, which rose from 0.9 to 0.99", jumping("beta1 of group 0", 0.9, 0.99)),
+        ("the momentum of group 0, which rose from 0 to 0.9", jumping("momentum of group 0", 0.0, 0.9)),
+        ("the beta2 of group 0, which fell from 0.999 to 0", jumping("beta2 of group 0", 0.999, 0.0)),
+        ("the weight_decay of group 0, which rose from 0 to 1", jumping("weight_decay of group 0", 0.0, 1.0)),
+        ("the eps of group 1, which fell from 0.01 to 1e-08", jumping("eps of group 1", 1e-2, 1e-8)),
+        (
+            "the step counter in the optimizer's state, which fell",
+            jumping("step counter in the optimizer's state", 90, 0),
+        ),
+        ("the number of modules in training mode, which fell", jumping("number of modules in training mode", 9, 1)),
+        ("the number of parameters that train, which rose", jumping("number of parameters that train", 9, 10)),
+        (NO_CHANGE, jumping("dropout of a", 0.1, 0.3)),
+        (NO_CHANGE, jumping("beta1 of group 0", 0.9, 0.95)),
+        (NO_CHANGE, jumping("weight_decay of group 0", 0.0, 0.1)),
+        (NO_CHANGE, jumping("step counter in the optimizer's state", 0, 90)),
+        (NO_CHANGE, jumping("dropout of a", 0.1, 0.8, when=150)),
+        ("the mean of input[0], which rose from 0.2 to 0.5", fed(mean=0.5)),
+        ("the standard deviation of input[0], which fell from 0.9", fed(size=0.1)),
+        ("the largest magnitude of input[0], which rose from 3 to 9", fed(max=9.0)),
+        (NO_CHANGE, fed()),
+        (NO_CHANGE, fed(max=3.9)),
+        (NO_CHANGE, fed(when=50, mean=0.5)),
+        (NO_CHANGE, fed(when=97, mean=0.5)),
+    ],
+)
+def test_what_changed_before_a_jump_is_its_first_cause(first: str, story: Story) -> None:
+    for size in (1, 7, 50):
+        found = findings(new("loss-spike"), story.windows(size))[0]
+        assert found.causes[0].startswith(first)
+        assert (found.advice[0] == "print what changed, for the steps before it") == (first != NO_CHANGE)
 
 
 @pytest.mark.parametrize(

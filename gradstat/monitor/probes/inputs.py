@@ -108,6 +108,12 @@ class Inputs(HookedProbe):
                 for path, tensor, row in zip(last.segment.names, last.tensors, rows.split(1), strict=True):
                     self._earlier.add(path, row, [tensor])
 
+    def unfinished(self) -> list[Part]:
+        """What is kept of a step that an exception ended."""
+        batch, self._batch = self._batch or _Batch(is_telling=False), None
+        batch.add_inputs(self._last.unchanged())
+        return batch.parts()
+
     def take(self, step: Pending, named: NamedParameters) -> Iterable[Part] | None:
         batch, self._batch = self._batch, None
         if self._labels:

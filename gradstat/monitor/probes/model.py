@@ -1,4 +1,4 @@
-"""What is known of a model without measuring it: whom nobody trains, dropout of nearly all, the backward order."""
+"""What is known of a model without measuring it: whom nobody trains, its settings, the backward order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOK = 16
 
 
 class ModelFacts(Probe):
-    """Observes once what the graph of the first loss says, and whenever parameters are measured what drops nearly all.
+    """Observes once what the graph of the first loss says.
 
     Among it is whom nobody trains: parameters in the graph of the first loss or the first outputs that have got
     gradients and no update since, and are neither watched nor in a watched optimizer. One that is not watched may train
@@ -47,8 +47,6 @@ class ModelFacts(Probe):
         self.loss_has_no_sign = self._graph.has_no_sign
 
     def take(self, step: Pending, named: NamedParameters) -> None:
-        if step.step:
-            step.observe("dropped", dropped_by(self.run.model))
         if self.run.leaves.get("loss"):
             half = {id(leaf()) for leaf, _, dtype in self.run.leaves["loss"] if dtype is torch.float16}
             pairs = zip(named.names(), named.parameters, strict=True)
@@ -74,14 +72,21 @@ class ModelFacts(Probe):
                 step.observe("untrained", shapes)
 
 
-def dropped_by(model: nn.Module) -> list[str]:
-    """The names of modules whose dropout leaves a tenth or less: torch's, and others with a number ``dropout``."""
-    shares = (  # not getattr, which may run code of the module
-        (name, module.p if isinstance(module, _Dropout) else vars(module).get("dropout"))
-        for name, module in model.named_modules()
-        if module.training
-    )
-    return [name for name, share in shares if isinstance(share, float) and 0.9 <= share <= 1]
+_DROPOUTS = ("dropout", "attention_dropout", "dropout_p", "dropout_prob", "drop_prob")  # numbers of modules
+
+
+def settings_of(model: nn.Module) -> dict[str, float]:
+    """What modules are set to, by name: dropouts of those in training mode, and counts of what trains."""
+    settings, are_training, trained = dict[str, float](), 0, 0
+    for name, module in model.named_modules():
+        held = vars(module)  # not getattr, which may run code of the module
+        trained += sum(p is not None and p.requires_grad for p in module._parameters.values())
+        if module.training:
+            are_training += 1
+            for key in ("p",) if isinstance(module, _Dropout) else _DROPOUTS:
+                if isinstance(share := held.get(key), float) and 0 <= share <= 1:
+                    settings[f"dropout of {name or 'the model'}"] = share
+    return settings | {"number of modules in training mode": are_training, "number of parameters that train": trained}
 
 
 class BackwardOrder(Probe):

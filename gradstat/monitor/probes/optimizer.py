@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, optim
@@ -132,13 +131,21 @@ class OptimizerSteps(Probe):
                 if id(parameter) not in watched and parameter.grad is None
             ],
             besides=besides,
-            settings={
-                f"{name} of group {i}": float(value)
-                for i, group in enumerate(groups)
-                for name in ("weight_decay", "eps", "momentum", "beta1")
-                if isinstance(value := _setting(group, name), int | float)
-            },
         )
+
+    def settings(self) -> dict[str, float]:
+        """Settings of its groups by name, and how many steps its state counts, 0 if it was cleared."""
+        settings = {
+            f"{name} of group {i}": float(value)
+            for i, group in enumerate(self._optimizer.param_groups)
+            for name in ("weight_decay", "eps", "momentum", "beta1", "beta2")
+            if isinstance(value := _setting(group, name), int | float)
+        }
+        if self._gradient.parameter is not None and self._all_steps:
+            state = self._stepping.state.get(self._gradient.parameter)
+            age = _age_of(state) if state else 0
+            settings |= {"step counter in the optimizer's state": age} if math.isfinite(age) else {}
+        return settings
 
 
 class Coverage(NamedTuple):
@@ -154,7 +161,6 @@ class Coverage(NamedTuple):
     changes: int = 0  # in place since then, of one of its parameters
     age: float = math.inf  # the steps that its states count, right after the last look; infinity if not known
     all_steps: int = 0  # that it has taken since the monitor was made
-    settings: Mapping[str, float] = MappingProxyType({})  # its weight decay and eps, by group
 
 
 def _age_of(state: Mapping[str, Any]) -> float:
@@ -191,7 +197,9 @@ _STEP_SIZES = (
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:
     """A setting of a group of an optimizer; None if it has none of this ``name``."""
-    return (*_betas(group), None)[0] if name == "beta1" else group.get(name)
+    if name.startswith("beta"):
+        return dict(zip(("beta1", "beta2"), _betas(group), strict=False)).get(name)
+    return group.get(name)
 
 
 def _betas(group: Mapping[str, Any]) -> Sequence[Any]:

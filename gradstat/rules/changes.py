@@ -1,0 +1,129 @@
+"""What changed shortly before a loss or a norm rose: learning rate, settings, and the statistics of inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from gradstat.recording.kinds import INPUT_KINDS
+from gradstat.rules.rows import Floats, Rows, Window
+
+# All thresholds are conventions of gradstat. A change may explain what begins up to so many steps later.
+_BEFORE, _BEFORE_IF_INPUT = 100, 32
+# Learning rates rise by more than this factor in one step, and settings change by more than it between two reviews;
+# what dropout keeps, by less.
+JUMP, _KEPT = 3.0, 1.5
+# A statistic of an input leaves the range of the last values, of which at least so many are known, by more than its
+# width, and by this part of its larger end: the usual scatter does not.
+_KNOWN, _LAST, _OF_RANGE = 20, 100, 0.1
+_MOST = 100  # changes that are kept
+# A share s of the last average, or of elements that are dropped, leaves 1 - s. Of 1 and more, hardly anything.
+_SHARES, _ALL = ("momentum", "beta1", "beta2", "dropout"), 1 - 1e-9
+NO_DECAY = 0.05  # what a weight decay of 0 counts as; 0.5 is far above usual ones
+
+
+def growth_of(name: str, old: float, new: float) -> float:
+    """By which factor the setting ``name``, such as ``"eps of group 0"``, has grown, or what a share s is: 1 / (1 - s).
+
+    A momentum m averages 1 / (1 - m) gradients.
+    """
+    if name.partition(" ")[0] in _SHARES:
+        return (1 - min(old, _ALL)) / (1 - min(new, _ALL))
+    return abs(new) / (abs(old) or NO_DECAY)
+
+
+class _Change(NamedTuple):
+    first: int  # the first step in which it may have been made
+    last: int
+    words: str
+    is_of_input: bool = False
+
+
+class Changes:
+    """Remembers what changed, to say it as the cause of what rises soon after."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets everything, since another run follows."""
+        self._settings: dict[str, float] = {}
+        self._rate = math.nan
+        self._statistics: dict[str, Floats] = {}  # of inputs: the last values of each
+        self._seen: list[_Change] = []
+
+    def note(self, window: Window) -> None:
+        """Looks at the steps of ``window``."""
+        if len(window.steps):
+            self._seen = [*self._seen, *self._of_rates(window), *self._of_settings(window)][-_MOST:]
+            for kind in INPUT_KINDS:
+                if kind in window.measured:
+                    self._seen += self._of_inputs(window.measured[kind])
+
+    def before(self, step: int) -> list[str]:
+        """What changed before something began in ``step``, the likeliest first, in words."""
+        near = [
+            change
+            for change in self._seen
+            if change.first <= step <= change.last + (_BEFORE_IF_INPUT if change.is_of_input else _BEFORE)
+        ]
+        near.sort(key=lambda change: (change.is_of_input, -change.last))
+        return [change.words for change in near]
+
+    def _of_rates(self, window: Window) -> Iterator[_Change]:
+        for step, rate in zip(window.steps.tolist(), window.scalars.get("lr", np.empty(0)).tolist(), strict=False):
+            if rate > JUMP * self._rate > 0:
+                yield _Change(step, step, _in_words("learning rate", self._rate, rate))
+            self._rate = rate
+
+    def _of_settings(self, window: Window) -> Iterator[_Change]:
+        changed: dict[str, list[str]] = {}  # of several modules or groups at once, only one is named
+        for name, new in window.run.settings.items():
+            old = self._settings.get(name, new)
+            if new != old and _matters(name, old, new):
+                what, of, one = name.partition(" of ")
+                changed.setdefault(_in_words(f"{what}{of}\0", old, new), []).append(one)
+        self._settings = {**window.run.settings}
+        for words, which in changed.items():
+            named = which[0] + f" and {len(which) - 1} more" * (len(which) > 1)
+            yield _Change(int(window.steps[0]), int(window.steps[-1]), words.replace("\0", named))
+
+    def _of_inputs(self, rows: Rows) -> Iterator[_Change]:
+        sizes = np.broadcast_to(rows.numel, rows.mean.shape)
+        for what, values in (
+            ("mean", rows.mean),
+            ("standard deviation", rows.std),
+            ("largest magnitude", rows.max_abs),
+            ("number of elements", sizes),
+        ):
+            for name, of_one in zip(rows.names, values.T, strict=True):
+                key, is_known = f"{what} of {name}", np.isfinite(of_one)
+                series = np.concatenate([self._statistics.get(key, np.empty(0)), of_one[is_known]])
+                low, high = np.minimum.accumulate(series), np.maximum.accumulate(series)
+                margin = np.maximum(high - low, _OF_RANGE * np.maximum(-low, high))[:-1]
+                is_far = (series[1:] > high[:-1] + margin) | (series[1:] < low[:-1] - margin)
+                steps = rows.steps[is_known].tolist()
+                for i in np.flatnonzero(is_far[_KNOWN - 1 :]).tolist():
+                    at = i + _KNOWN
+                    if at >= len(series) - len(steps):
+                        step, new = steps[at - len(series)], series[at]
+                        old = high[at - 1] if new > high[at - 1] else low[at - 1]
+                        yield _Change(step, step, _in_words(key, old, new), True)
+                self._statistics[key] = series[-_LAST:]
+
+
+def _matters(name: str, old: float, new: float) -> bool:
+    if name.startswith("number "):
+        return True
+    if name.startswith("step counter "):
+        return new < old
+    factor = growth_of(name, old, new)
+    limit = _KEPT if name.startswith("dropout ") else JUMP
+    return factor > limit or factor < 1 / limit
+
+
+def _in_words(what: str, old: float, new: float) -> str:
+    return f"the {what}, which {'rose' if new > old else 'fell'} from {old:.4g} to {new:.4g} shortly before"
