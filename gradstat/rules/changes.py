@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ JUMP, _KEPT = 3.0, 1.5
 # A statistic of an input leaves the range of the last values, of which at least so many are known, by more than its
 # width, and by this part of its larger end: the usual scatter does not.
 _KNOWN, _LAST, _OF_RANGE = 20, 100, 0.1
+# A factor on the loss multiplies it and the norm of gradients alike, up to the usual scatter, beside so many values.
+_FACTOR, _ALIKE, _STEPS = 30.0, 2.0, 8
 _MOST = 100  # changes that are kept
 # A share s of the last average, or of elements that are dropped, leaves 1 - s. Of 1 and more, hardly anything.
 _SHARES, _ALL = ("momentum", "beta1", "beta2", "dropout"), 1 - 1e-9
@@ -52,13 +55,15 @@ class Changes:
         """Forgets everything, since another run follows."""
         self._settings: dict[str, float] = {}
         self._rate = math.nan
+        self._losses: list[tuple[float, float]] = []  # the last ones, and the norms of gradients
         self._statistics: dict[str, Floats] = {}  # of inputs: the last values of each
         self._seen: list[_Change] = []
 
     def note(self, window: Window) -> None:
         """Looks at the steps of ``window``."""
         if len(window.steps):
-            self._seen = [*self._seen, *self._of_rates(window), *self._of_settings(window)][-_MOST:]
+            self._seen = [*self._seen, *self._of_rates(window), *self._of_settings(window)]
+            self._seen = [*self._seen[-_MOST:], *self._of_factors(window)]
             for kind in INPUT_KINDS:
                 if kind in window.measured:
                     self._seen += self._of_inputs(window.measured[kind])
@@ -78,6 +83,20 @@ class Changes:
             if rate > JUMP * self._rate > 0:
                 yield _Change(step, step, _in_words("learning rate", self._rate, rate))
             self._rate = rate
+
+    def _of_factors(self, window: Window) -> Iterator[_Change]:
+        nothing = np.empty(0)
+        losses, norms = (window.scalars.get(name, nothing).tolist() for name in ("loss", "finite_norm"))
+        for step, loss, norm in zip(window.steps.tolist(), losses, norms, strict=False):
+            if len(self._losses) == _STEPS:
+                before = [median(values) for values in zip(*self._losses, strict=True)]
+                times, of_norm = (now / old if old > 0 else 0.0 for now, old in zip((loss, norm), before, strict=True))
+                if times > _FACTOR and of_norm > _FACTOR and 1 / _ALIKE < times / of_norm < _ALIKE:
+                    words = (
+                        f"a factor on the loss: loss and gradient norm rose {times:.3g} and {of_norm:.3g} times at once"
+                    )
+                    yield _Change(step, step, words)
+            self._losses = [*self._losses, (loss, norm)][-_STEPS:]
 
     def _of_settings(self, window: Window) -> Iterator[_Change]:
         changed: dict[str, list[str]] = {}  # of several modules or groups at once, only one is named

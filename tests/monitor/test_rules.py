@@ -1302,6 +1302,11 @@ def fed(when: int = 96, **how: float) -> Story:
     return replace(story, tables={"input": Table(rows, ("input[0]",), [(8, 8)])})
 
 
+def multiplied(loss: float, norm: float) -> Story:
+    """A loss and a gradient norm that are multiplied from step 96 on."""
+    return losses([*LOSSES, *[loss * LOSSES[-1]] * 104], finite_norm=[0.3] * 96 + [0.3 * norm] * 104)
+
+
 NO_CHANGE = "if it stays there, a change at this step"
 
 
@@ -1328,6 +1333,9 @@ NO_CHANGE = "if it stays there, a change at this step"
         ("the mean of input[0], which rose from 0.2 to 0.5", fed(mean=0.5)),
         ("the standard deviation of input[0], which fell from 0.9", fed(size=0.1)),
         ("the largest magnitude of input[0], which rose from 3 to 9", fed(max=9.0)),
+        ("a factor on the loss: loss and gradient norm rose", multiplied(1000.0, 1000.0)),
+        (NO_CHANGE, multiplied(1000.0, 300.0)),
+        (NO_CHANGE, multiplied(20.0, 20.0)),
         (NO_CHANGE, fed()),
         (NO_CHANGE, fed(max=3.9)),
         (NO_CHANGE, fed(when=50, mean=0.5)),
