@@ -191,6 +191,14 @@ def test_a_product_that_a_layer_does_not_have_is_not_shown() -> None:
     assert weight["sqnr"] == pytest.approx(10 * math.log10(expected[0] / expected[1]))
 
 
+def test_of_a_layer_whose_first_call_gets_no_gradient_the_output_is_studied() -> None:
+    """As in peft's DoRA, which first gives its A and B an identity."""
+    model = Net(lambda block, x: block(x).detach() + block(x))
+    study = gradstat.LowPrecision(model, ["mxfp8"], every=1)
+    train(model, 4)
+    assert products(study) == EVERY | {name: {"output"} for name in ("up", "down")}
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_code_is_told_once_and_not_compiled_again(in_place: bool) -> None:
     torch._dynamo.reset()
