@@ -31,12 +31,12 @@ _NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
 _NEARLY_ALL = 1.1
 _CULPRIT = "  gradstat.monitor.find_culprit(model, lambda: criterion(model(inputs), targets).backward())"
 _ORIGIN = (
-    "Nearly all gradients are affected, so the cause is in the loss or in the forward pass. To print its line:",
+    "Nearly all gradients are affected. The cause is in the forward pass or early in the backward pass. To find it:",
     _CULPRIT,
 )
 # Weights of which that can be said; and what is said of them.
 _FEW = 3
-_BEHIND = "the cause is in the forward pass, or later in the model. To print its line:"
+_BEHIND = "the cause is in the forward pass, or in the backward pass of a later layer. To find it:"
 _HEADER = ("name", "shape", "NaN", "Inf", "first at", "norm", "min", "max", "zeros")
 
 
@@ -344,7 +344,7 @@ class Report(Judged, OneRow):
     def _advice(self) -> tuple[str, ...]:
         """What to do if only some gradients have NaN; empty if not."""
         is_some = self._what == "gradient" and self.nan_count and not self._origin
-        return ("To print the line of code that made the first NaN:", _CULPRIT) if is_some else ()
+        return ("To find the line of code that made the first NaN:", _CULPRIT) if is_some else ()
 
     def _footers(self) -> list[str]:
         lines = [*self._origin]

@@ -83,7 +83,8 @@ class NormAudit(Judged):
             lines += lines_of(self.explanations, _SHOWN, lambda one: f"    {one}", "    and {} more")
         elif not self.agrees and not math.isnan(self.whole):
             largest = sorted(self.parts, key=lambda part: -part.norm)[:_LARGEST]
-            lines.append("  no explanation found; the largest contributions:")
+            lines.append("  no explanation found. Did anything, such as a clip, change the gradients after that norm?")
+            lines.append("  The largest contributions:")
             for part in largest:
                 where = format_ranks(part.ranks) if len(part.ranks) == 1 else f"on {len(part.ranks):,} ranks"
                 lines.append(f"    {printable(part.name)} ({part.kind}, {where}): {part.norm:.6g}")

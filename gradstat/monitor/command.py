@@ -27,11 +27,11 @@ _JSON.add_argument("--json", action="store_true", help="print JSON instead of te
 
 
 def describe(recording: Recording) -> str:
-    """A recording as text for a terminal: its steps and tensors, and the diagnosis."""
+    """A recording as text for a terminal: its steps and series, and the diagnosis."""
     counts = {kind: len(series.names) for kind, series in recording.tables.items()}
     tensors = ", ".join(f"{count} {kind if count == 1 else plural_of(kind)}" for kind, count in counts.items())
     extent = steps_in_words(extent_of(recording))
-    return f"Recorded: {extent}" + printable(f"; {tensors}") * bool(tensors) + f"\n\n{Diagnosis.of(recording)}"
+    return f"Recorded: {extent}" + printable(f"; series: {tensors}") * bool(tensors) + f"\n\n{Diagnosis.of(recording)}"
 
 
 def view_main(arguments: Sequence[str] | None = None) -> int:

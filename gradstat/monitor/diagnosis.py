@@ -132,8 +132,8 @@ class Diagnosis(Judged):
         counts = [sum(f.severity == severity for f in counted) for severity in ("error", "warning")]
         words = " and ".join(count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n)
         followed = sum(map(len, self._followed().values()))
-        words += f" (and {followed} that followed)" * bool(followed)
-        name = f", {first.name}" * (first.name not in first.text)
+        words += f" (and {count_of(followed, 'finding')} that followed)" * bool(followed)
+        name = f", {first.name}" * (first.about != "series" and first.name not in first.text)
         return printable(
             f"{words} in {count_of(self.steps, 'step')} of {self.model}; first in step {first.step}{name}: "
             f"{first.text}" + f"; the run ended with {self.ended_by}" * bool(self.ended_by)
@@ -172,7 +172,8 @@ class Diagnosis(Judged):
         followed: dict[str, list[str]] = {}
         for finding in sorted(self.findings, key=lambda one: one.step):
             cause = str(finding.evidence.get("follows"))
-            words = f"{finding.rule} in step {finding.step} ({finding.name})"
+            name = "learning rate" if finding.name == "lr" else finding.name
+            words = f"{finding.rule} by step {finding.step} ({name})"
             if _follows(finding) and cause != reference_to(finding) and words not in followed.setdefault(cause, []):
                 followed[cause].append(words)
         return followed

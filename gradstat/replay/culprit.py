@@ -78,7 +78,8 @@ class Culprit:
             if self.line:
                 lines.append(f"      {self.line}")
         inputs, results = ([] if report is None else [*map(_words, report)] for report in (self.inputs, self.output))
-        lines += [f"  input {i}: {words}" for i, words in enumerate([*inputs, *self.others], 1)]
+        role = "derivative's input" if self.phase == "backward" else "input"
+        lines += [f"  {role} {i}: {words}" for i, words in enumerate([*inputs, *self.others], 1)]
         lines += [f"  result: {words}" for words in results]
         if self.also:
             lines.append(

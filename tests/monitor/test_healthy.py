@@ -254,8 +254,8 @@ def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
     ("told", "numbered", "below"),
     [
         # What is inferred is a line below the event that explains it, whatever was told first.
-        ([("loss-spike", "warning", 9), ("learning-rate-jump", "warning", 8)], [1], "loss-spike in step 9"),
-        ([("parameter-jump", "error", 60), ("learning-rate-jump", "warning", 8)], [1], "parameter-jump in step 60"),
+        ([("loss-spike", "warning", 9), ("learning-rate-jump", "warning", 8)], [1], "loss-spike by step 9"),
+        ([("parameter-jump", "error", 60), ("learning-rate-jump", "warning", 8)], [1], "parameter-jump by step 60"),
         # Not if it began before, long after, or is none of its effects; or if the event is harmless.
         ([("loss-spike", "warning", 7), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
         ([("loss-spike", "warning", 120), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
