@@ -101,9 +101,9 @@ class UnusedGradients(Rule):
 
 
 # A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or 500 of Adam's
-# or where the last four losses are above the first; a second moment that averages fewer than two.
+# or where the last four losses are 1.5 times the first; a second moment that averages fewer than two.
 # States that count as many steps were cleared, if so many were taken, in two looks in a row.
-_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN, _LAST = 0.999, 0.998, 0.5, 20, 4
+_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN, _LAST, _RISEN = 0.999, 0.998, 0.5, 20, 4, 1.5
 _INTERCHANGED = ("momentum (or beta1) and beta2 in the wrong order, or a digit too many or too few",)
 
 
@@ -128,10 +128,10 @@ class OptimizerMemory(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum, decay = window.run.momentum, window.run.least_decay
-        self._recent = [*self._recent, *window.losses.values][-_LAST:]
-        self._began = next(iter(self._recent), math.nan) if math.isnan(self._began) else self._began
-        is_harmful = window.run.step_size == "rate" or min(self._recent, default=0.0) > self._began > 0
-        most = _MAX_BETA if is_harmful else _MAX_MOMENTUM
+        losses = [*self._recent, *window.losses.values]
+        self._began, self._recent = losses[0] if losses and math.isnan(self._began) else self._began, losses[-_LAST:]
+        has_risen = min(self._recent, default=0.0) > _RISEN * self._began > 0
+        most = _MAX_BETA if has_risen or window.run.step_size == "rate" else _MAX_MOMENTUM
         settings = (
             (momentum > most, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
             (decay < _LEAST_DECAY, "decay", decay, "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"),
