@@ -7,6 +7,7 @@ from gradstat.rules.beginnings import (
     FarBeginning,
     HeavyDropout,
     IdleBatchNorm,
+    SmallBatchNorm,
     TinyWeights,
 )
 from gradstat.rules.clips import LateClip, ScaledClip
@@ -89,6 +90,7 @@ RULES: tuple[type[Rule], ...] = (
     UnchangedParameter,
     HeavyDropout,
     IdleBatchNorm,
+    SmallBatchNorm,
     ConstantWeights,
     TinyWeights,
     FarBeginning,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -258,16 +259,15 @@ def sizes_of_weights(parameters: Rows, row: int) -> tuple[list[int], Floats]:
 
     Around its mean, since some are numbers of another scale, such as the logarithm of a deviation.
     """
-    shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
+    shapes = parameters.tensors.shapes
     judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
     inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
     return judged, parameters.std[row, judged] * np.sqrt(inputs)
 
 
-def is_of_a_layer(name: str, names: Iterable[str]) -> bool:
-    """Whether a weight has a bias beside it among ``names``. Embeddings, gains and centres of classes have none."""
-    bias = f"{name.rpartition('.')[0]}.bias"
-    return any(other.startswith(bias) for other in names)
+def numbered(name: str) -> tuple[str, list[int]]:
+    """A name without the numbers in it, which is the same for all layers of a kind, and these."""
+    return re.sub(r"\d+", "", name), list(map(int, re.findall(r"\d+", name)))
 
 
 def same_for(count: int) -> str:

@@ -68,6 +68,21 @@ class IdleBatchNorm(RowsRule):
             yield self.found(0, idle[0], text, "module", modules=idle[:20])
 
 
+class SmallBatchNorm(Rule):
+    """Batch norms that normalise two values together in the first step: they become 1 and -1, whatever they were."""
+
+    name = "small-batch-norm"
+    explains = ("no-learning", "unrelated-outputs")
+    causes = ("a batch of one or two samples",)
+    advice = ("use larger batches, of 16 samples or more", "use GroupNorm or LayerNorm, which do not need a batch")
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.seen.get("normalised", []):
+            if 0 < seen.value <= 2:
+                text = "a batch norm normalises two values of each channel: they become 1 and -1, whatever they were"
+                yield self.found(seen.step, "batch", text, "batch", values=seen.value)
+
+
 def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:
     """The names of weights that vary, and the size of each in the first step; None if they were not measured.
 
@@ -83,8 +98,16 @@ def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:
     return tuple(parameters.names[i] for i in np.array(judged)[varies]), sizes[varies]
 
 
+_ROUNDED = 0.01  # as far as such a number may be rounded, in 16 bits
+
+
 class ConstantWeights(LearningRule):
-    """Weights of which each has equal elements in the first step, so that all units learn the same."""
+    """Weights with equal elements in the first step, so that the units of a layer are copies of each other.
+
+    It is not reported if only some weights are zero, as the last of a branch may be, or one, as a gain is; nor for the
+    reciprocal of the number of inputs, of which a layer makes a mean; nor for a last layer, whose units have other
+    targets each: the next weight has as many inputs as a layer has units.
+    """
 
     name = "constant-weights"
     explains = ("dead-gradient", "no-learning", "unrelated-outputs")
@@ -95,14 +118,27 @@ class ConstantWeights(LearningRule):
         parameters = window.measured.get("parameter")
         if parameters is None:
             return
-        self._is_over, judged = True, sizes_of_weights(parameters, 0)[0]
-        are_constant = (parameters.field("min") == parameters.field("max"))[0]
+        self._is_over, judged, tensors = True, sizes_of_weights(parameters, 0)[0], parameters.tensors
+        values = parameters.field("min")[0]
+        are_constant = values == parameters.field("max")[0]
+        inputs = np.array([math.prod(shape[1:]) for shape in tensors.shapes])
+        are_constant &= np.abs(values * inputs - 1) > _ROUNDED
         # Also those of one column, which may be gains: then matrices are left that vary.
-        if len(judged) > 1 and are_constant[judged].all() and are_constant[parameters.tensors.matrices].all():
+        if len(judged) > 1 and are_constant[judged].all() and are_constant[tensors.matrices].all():
             name = parameters.names[judged[0]]
             text = f"all elements of {name} are equal at the start, and the same holds for every other weight: the "
             text += "units of a layer stay copies of each other"
             yield from self._told(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
+        elif "gradient" in window.latest:
+            are_constant &= window.latest["gradient"].of(parameters.names).present[-1] & (values != 0)
+            shapes = [tensors.shapes[i] for i in judged]
+            feeds = {i for i, of, after in zip(judged, shapes, shapes[1:], strict=False) if of[0] == after[1]}
+            is_layer = tensors.of_layers | ((values != 1) & [name.endswith(".weight") for name in parameters.names])
+            alone = [parameters.names[i] for i in sorted(feeds) if are_constant[i] and is_layer[i]]
+            if alone:
+                text = f"all elements of {alone[0]} are equal at the start: the units of this layer begin as copies of "
+                text += f"each other{same_for(len(alone))}"
+                yield from self._told(int(parameters.steps[0]), alone[0], text, "parameter", weights=len(alone))
 
 
 class TinyWeights(LearningRule):

@@ -125,12 +125,11 @@ def _classes_of(window: Window, loss: float) -> int:
         if gradients is None or name not in gradients.names:
             continue
         at = gradients.names.index(name)
-        info, norm = gradients.tensors.infos[at], float(gradients.l2_norm[0, at])
+        shape, norm = gradients.tensors.shapes[at], float(gradients.l2_norm[0, at])
         # Absolute errors of both signs may be equally many, so that the bias beside a weight cancels by chance.
-        is_beside = info is not None and len(info.shape) == 1 and f"{name.rpartition('.')[0]}.weight" in gradients.names
-        if info is None or not info.shape or info.shape[0] < 2 or not norm > 0 or is_beside:
+        is_beside = len(shape) == 1 and f"{name.rpartition('.')[0]}.weight" in gradients.names
+        if not shape or shape[0] < 2 or not norm > 0 or is_beside:
             continue
-        if abs(float(gradients.field("sum")[0, at])) <= _CANCELS * norm * math.sqrt(info.numel):
-            classes = int(info.shape[0])
-            return classes if loss >= math.log(classes) / 2 else 0
+        if abs(float(gradients.field("sum")[0, at])) <= _CANCELS * norm * math.sqrt(math.prod(shape)):
+            return shape[0] if loss >= math.log(shape[0]) / 2 else 0
     return 0

@@ -108,25 +108,34 @@ class BatchRange(RowsRule):
 
 # So many of the features, in so many measurements in a row; two suffice if all samples are the same.
 _SHARE, _MEASUREMENTS, _ALL_THE_SAME = 0.9, 3, 2
+# What optimizers keep, in which an embedding's row without any gradient so far is 0; and an embedding of how many rows
+# of which one is used in so many steps. Those of segments or tasks have fewer. Conventions.
+_KEEPS, _MANY_ROWS, _MANY_STEPS = ("exp_avg", "momentum_buffer", "sum", "square_avg"), 32, 50
+_ONE_INDEX = ("indices that are all zero or all equal: a field that was never filled, or the wrong column",)
+_PRINT = ("print the indices of a batch, right before the embedding",)
 
 
 class ConstantFeature(LastingRule):
     """Features that are the same in every sample of a batch.
 
     Most features of sparse inputs are constant, so a tensor that is mostly zeros is reported only if all its features
-    are constant. A tensor of a single value is never reported: it is a mask or the like. Nor is an input whose samples
-    are all the same while another input varies: it may hold the positions of a grid. Integers, such as tokens, are
-    reported only if the samples are the same in all inputs, since positions and masks may be.
+    are constant. A tensor of a single value is never reported: it is a mask or the like. Nor is an input, or an entry
+    of a dict, whose samples are all the same while another varies: it may hold the positions of a grid, or units.
+    Integers, such as tokens, are reported only if the samples are the same in all inputs, since positions and masks may
+    be; or if a single row of an embedding of 32 or more has ever had a gradient, by what the optimizer keeps.
     """
 
     name = "constant-feature"
-    kinds = ("constant",)
+    kinds = ("constant", *_KEEPS)
     causes = ("columns filled with a default value, or lost in preprocessing", "one sample repeated many times")
     advice = ("print these features of a batch from the data loader", "remove constant columns")
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        of_model = np.array([name.startswith("input") for name in rows.names])
-        is_beside = (of_model & (rows.mean < 1)).any(1, keepdims=True) & of_model & (rows.mean == 1)
+        if kind in _KEEPS:
+            yield from self._judge_rows(rows)
+            return
+        together = np.array([_dict_of(name) for name in rows.names])
+        is_beside = ((rows.mean < 1)[:, None] & (together == together[:, None])).any(2) & (rows.mean == 1)
         is_constant = (rows.mean > _SHARE) & ~is_beside
         for row, i in zip(*is_constant.nonzero(), strict=True):
             is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
@@ -139,6 +148,22 @@ class ConstantFeature(LastingRule):
                     text = f"{share:.0%} of the features of {name} are the same in all samples of a batch"
                 about = name.partition("[")[0].partition(".")[0]
                 yield self.found(since[i], name, text, about, share=share)
+
+    def _judge_rows(self, rows: Rows) -> Iterator[Finding]:
+        """Judges what an optimizer keeps of all gradients so far."""
+        tensors, used = rows.tensors, rows.newest.numel - rows.field("zero_count")[-1]
+        for i in np.flatnonzero(tensors.matrices & ~tensors.of_layers & (used > 0)).tolist():
+            shape = tensors.shapes[i]
+            is_one = shape[0] >= _MANY_ROWS and used[i] <= math.prod(shape[1:])
+            if is_one and rows.steps[-1] >= _MANY_STEPS and self.begins(rows.names[i], rows.steps[-1]):
+                text = f"only one of the {shape[0]} rows of {rows.names[i]} has had a gradient in {rows.steps[-1]} "
+                text += "steps: what it looks up is the same in all samples"
+                yield self.found(0, rows.names[i], text, "parameter", causes=_ONE_INDEX, advice=_PRINT)
+
+
+def _dict_of(name: str) -> str:
+    """The dict that an entry of a batch is in; what a model is called with is one. Else the name."""
+    return "input" if name.startswith("input") else name.rpartition("[")[0] if name.endswith("']") else name
 
 
 def _is_by_nature(window: Window, step: int, name: str, share: float) -> bool:
@@ -263,14 +288,10 @@ def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
 
     Left out is what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
     """
-    names, columns, sizes = {*rows.names}, [], []
-    is_reached = rows.field("zero_count")[-1] < rows.newest.numel  # by the backward pass
-    for i in np.flatnonzero(rows.tensors.matrices & (rows.field("zero_count") > 0).any(0) & is_reached).tolist():
-        info = rows.tensors.infos[i]
-        if info is not None and f"{rows.names[i].rpartition('.')[0]}.bias" not in names:
-            columns.append(i)
-            sizes.append(max(1, math.prod(info.shape[1:])))
-    counts: Floats = rows.field("zero_count")[:, columns] // sizes
+    zeros, tensors = rows.field("zero_count"), rows.tensors
+    is_reached = zeros[-1] < rows.newest.numel  # by the backward pass
+    columns = np.flatnonzero(tensors.matrices & ~tensors.of_layers & (zeros > 0).any(0) & is_reached).tolist()
+    counts: Floats = zeros[:, columns] // [max(1, math.prod(tensors.shapes[i][1:])) for i in columns]
     return columns, counts
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import Band, LastingRule, PerName, carried, same_for, series
+from gradstat.rules.base import Band, LastingRule, PerName, carried, numbered, same_for, series
 from gradstat.rules.precision import TOO_SMALL
 from gradstat.rules.rounding_noise import are_noise, usual_size
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
@@ -367,8 +366,7 @@ class DeadGradient(_AbsentGradientRule):
 
 def _weights_of(tensors: TensorSet) -> Bools:
     """Which are weights: one number per user or item is a bias, though an embedding keeps it."""
-    shapes = [() if info is None else info.shape for info in tensors.infos]
-    several: Bools = np.array([math.prod(shape[1:]) > 1 for shape in shapes], dtype=bool)
+    several: Bools = np.array([math.prod(shape[1:]) > 1 for shape in tensors.shapes], dtype=bool)
     return several & tensors.matrices
 
 
@@ -444,12 +442,9 @@ class MissingGradient(_AbsentGradientRule):
 
 def _have_twins(rows: Rows, tensors: TensorSet, missing: Bools) -> Bools:
     """``[m, 1]``: in which steps all ``missing`` parameters have twins with a gradient."""
-    shapes = (info and info.shape for info in tensors.infos)
     numbers: dict[Any, int] = {}
-    kinds = [
-        numbers.setdefault((re.sub(r"\d+", "", name), shape), len(numbers))
-        for name, shape in zip(rows.names, shapes, strict=True)
-    ]
+    pairs = zip(rows.names, tensors.shapes, strict=True)
+    kinds = [numbers.setdefault((numbered(name)[0], shape), len(numbers)) for name, shape in pairs]
     alive = np.zeros((len(rows), len(numbers)), dtype=bool)
     at, which = rows.present.nonzero()
     alive[at, np.take(kinds, which)] = True

@@ -64,7 +64,7 @@ class Fit(NamedTuple):
 class OutputFacts(NamedTuple):
     """What is known about the outputs of one forward pass, of the rows that were read.
 
-    A field is 0 or False if it is not known. So are ``activation`` to ``right``, unless the loss takes the softmax of
+    A field is 0 or False if it is not known. So are ``activation`` to ``spread``, unless the loss takes the softmax of
     the outputs, or one logarithm of a probability for each sample.
 
     Attributes:
@@ -78,6 +78,7 @@ class OutputFacts(NamedTuple):
         labels: The number of labels.
         label: The label of all samples; None if they have several.
         right: The share of labels whose logit is the largest.
+        middle, spread: The mean of the labels as numbers, and their variance.
         fit: Whether outputs follow their targets; None if nothing is known about these.
     """
 
@@ -90,12 +91,14 @@ class OutputFacts(NamedTuple):
     labels: int = 0
     label: int | None = None
     right: float = 0.0
+    middle: float = 0.0
+    spread: float = 0.0
     fit: Fit | None = None
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> OutputFacts:
         """The facts in ``numbers``, in the order of the fields: labels are counted from 1, those of a fit come last."""
-        kinds: Any = (float, bool, bool, bool, Activation, int, int, int, float)
+        kinds: Any = (float, bool, bool, bool, Activation, int, int, int, float, float, float)
         facts = cls(*(kind(number) for kind, number in zip(kinds, numbers, strict=False)))
         sums = numbers[len(kinds) :]
         return facts._replace(label=facts.label - 1 if facts.label else None, fit=Fit(*sums) if sums else None)

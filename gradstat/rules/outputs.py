@@ -159,7 +159,7 @@ class TargetsRule(LearningRule):
 
 
 class EqualTargets(TargetsRule):
-    """Batches whose labels are all of one class, or whose targets are all equal."""
+    """Batches whose labels are all of one class or of few, each of others, or whose targets are all equal."""
 
     name = "equal-targets"
     explains = ("no-learning", "unrelated-outputs", "loss-spike", "vanishing-gradient")
@@ -181,6 +181,11 @@ class EqualTargets(TargetsRule):
     # drawn to has many.
     _FEW = 4
 
+    # Labels differ more between the first so many batches than within them, if as many are in each: shuffled ones make
+    # that share of the variance by chance in fewer than 1 of 10 ** 6 trainings. More labels than that are no samples.
+    _FIRST, _BETWEEN, _LEAST, _SAMPLES = 8, 0.5, 8, 512
+
+    _spreads = carried(Records(3))  # of the labels of the first batches: mean, variance, how many
     _labels = carried(Records(3))  # of the last batches with one label: step, label, how often
     _alike, _differ = carried(0), carried(0)  # batches before these: with one label, with several
 
@@ -196,6 +201,8 @@ class EqualTargets(TargetsRule):
                 # A policy, which weighs actions by returns, may settle on one.
                 is_policy = fit is None or (fit.squares > 0 and count <= fit.samples)
                 may_begin = _is_head(window, facts.classes)
+                if may_begin and self._LEAST <= count <= self._SAMPLES and fit is not None and count <= fit.samples:
+                    yield from self._judge_spread(facts)
             elif are_equal is not None and fit is not None:
                 is_one, label, count = are_equal, 0, int(fit.samples)
                 may_begin = fit.squares > 0 and fit.elements <= self._FEW * fit.samples and not fit.are_errors
@@ -208,6 +215,22 @@ class EqualTargets(TargetsRule):
             else:
                 self._alike, self._differ = self._alike + len(self._labels), self._differ + 1
                 self._labels.clear()
+
+    def _judge_spread(self, facts: OutputFacts) -> Iterator[Finding]:
+        """Judges how labels differ between batches."""
+        if len(self._spreads) >= self._FIRST:
+            return
+        self._spreads.append([facts.middle, facts.spread, facts.labels])
+        means, spreads, counts = np.transpose(self._spreads)
+        within = float(spreads.mean())
+        between = float(means.var() - (spreads / counts).mean())
+        if len(means) == self._FIRST and between > self._BETWEEN * (between + within):
+            share = between / (between + within)
+            text = (
+                f"each batch has labels of its own: of the variance of labels in the first {len(means)} batches that "
+            )
+            text += f"were inspected, {share:.0%} is between batches, where shuffled data has next to nothing"
+            yield from self._told(0, "logits", text, "output", share=share)
 
     def _judge_alike(self, are_classes: bool, is_policy: bool, may_begin: bool) -> Iterator[Finding]:
         """Judges the last batches, each with one label."""
@@ -235,8 +258,8 @@ def _is_head(window: Window, classes: int) -> bool:
     None has where a loss compares samples, of which the right one comes first by construction.
     """
     gradients = window.latest.get("gradient")
-    infos = () if gradients is None else gradients.tensors.infos
-    return any(info is not None and len(info.shape) > 1 and info.shape[0] == classes for info in infos)
+    shapes = () if gradients is None else gradients.tensors.shapes
+    return any(len(shape) > 1 and shape[0] == classes for shape in shapes)
 
 
 class RawTargets(TargetsRule):

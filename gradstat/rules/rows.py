@@ -29,17 +29,23 @@ class TensorSet(NamedTuple):
     infos: tuple[TensorInfo | None, ...]  # None for a tensor that was never measured
     numel: npt.NDArray[np.int64]
     values: Floats  # count of real numbers: a complex element is two
+    shapes: tuple[tuple[int, ...], ...]
     matrices: Bools  # which tensors have two or more dimensions, and are no vectors shaped for broadcasting
+    of_layers: Bools  # which of these have a bias beside them; embeddings, gains and centres of classes have none
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> TensorSet:
         numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
-        shapes = [() if info is None else info.shape for info in infos]
+        shapes = tuple(() if info is None else tuple(info.shape) for info in infos)
         # A bias or gain may have a shape such as (1, 64, 1, 1).
         is_matrix = [len(shape) == 2 or sum(size != 1 for size in shape) > 1 for shape in shapes]
         matrices = np.array(is_matrix, dtype=bool)
-        return cls(tuple(names), tuple(infos), numel, numel * parts, matrices)
+        # Not those of a norm over several dimensions, whose bias has as many.
+        vectors = (name for name, is_one in zip(names, is_matrix, strict=True) if not is_one)
+        layers = {name.rpartition(".bias")[0] for name in vectors if ".bias" in name}
+        of_layers = matrices & np.array([name.rpartition(".")[0] in layers for name in names], dtype=bool)
+        return cls(tuple(names), tuple(infos), numel, numel * parts, shapes, matrices, of_layers)
 
 
 class Rows(RowValues):

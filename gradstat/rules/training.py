@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from gradstat._core.text import count_of
 from gradstat.guard import OF_MEDIAN, THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
-from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, same_for, series
+from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, numbered, same_for, series
 from gradstat.rules.rows import Floats, Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
@@ -308,20 +307,15 @@ def _inner(frozen: list[str], window: Window) -> list[str]:
     weights = {name for name, is_one in zip(parameters.names, parameters.tensors.matrices, strict=True) if is_one}
     trained: dict[str, list[list[int]]] = {}
     for i in np.flatnonzero(gradients.present[-1]).tolist():
-        kind, numbers = _numbered(gradients.names[i])
+        kind, numbers = numbered(gradients.names[i])
         trained.setdefault(kind, []).append(numbers)
     inner = []
     for name in weights.intersection(frozen):
-        kind, numbers = _numbered(name)
+        kind, numbers = numbered(name)
         twins = trained.get(kind, [])
         if twins and min(twins) < numbers < max(twins):
             inner.append(name)
     return sorted(inner, key=frozen.index)
-
-
-def _numbered(name: str) -> tuple[str, list[int]]:
-    """A name without the numbers in it, and these."""
-    return re.sub(r"\d+", "", name), list(map(int, re.findall(r"\d+", name)))
 
 
 def _are_most(names: list[str], window: Window) -> bool:

@@ -21,7 +21,6 @@ from gradstat.rules.base import (
     bounded,
     carried,
     directions,
-    is_of_a_layer,
     median,
     reaches,
     risen,
@@ -45,8 +44,9 @@ _INITIAL = 1e8  # the magnitude above which no initialised parameter begins
 # root of their layer's number differ by 6.4 in 80 layers. Or the size of a weight that has a bias; torch begins at 0.6.
 _UNLIKE = 10.0
 # The size, as `sizes_of_weights` defines it, above which that counts: the last of a residual branch may begin far
-# smaller than others on purpose.
-_LARGE = 5.0
+# smaller than others on purpose. Where all of three or more but one are alike up to the factor `_ALIKE_BY`, `_ALONE` is
+# enough: the hidden weights of a network of sines begin with a size of 0.05.
+_LARGE, _ALIKE_BY, _ALONE = 5.0, 2.0, 1.0
 # The loss has risen if the median of the last four of so many is above that of the first four, or if that of the next
 # four is above the sixteen before.
 _LATELY, _FOUR, _BEFORE = 60, 4, 16
@@ -121,7 +121,7 @@ class ParameterJump(Rule):
         name, ratio = _unlike(rows, fresh, sizes_at)
         text = f"{name} is {ratio:.3g} times as large at the start as the weights of the same name in other layers"
         if ratio <= _UNLIKE:
-            of_layers = [i for i in sizes_at if fresh[i] and is_of_a_layer(rows.names[i], rows.names)]
+            of_layers = [i for i in sizes_at if fresh[i] and rows.tensors.of_layers[i]]
             i = max(of_layers, key=lambda i: sizes_at[i], default=-1)
             ratio, name = sizes_at.get(i, 0.0), rows.names[i]
             text = f"{name} begins with {ratio:.3g} times the standard deviation that preserves activations' scale"
@@ -184,14 +184,15 @@ class ParameterJump(Rule):
 def _unlike(rows: Rows, judged: Bools, sizes_at: Mapping[int, float]) -> tuple[str, float]:
     """The weight that is largest beside its twins, among those ``judged``, in the first row, and by which factor."""
     twins: dict[Any, list[int]] = {}
-    for i, info in enumerate(rows.tensors.infos):
-        if info is not None and judged[i] and rows.rms[0, i] > 0:
-            twins.setdefault((re.sub(r"\b\d+\.", "", rows.names[i]), info.shape), []).append(i)
+    for i, (name, shape) in enumerate(zip(rows.names, rows.tensors.shapes, strict=True)):
+        if judged[i] and rows.rms[0, i] > 0:
+            twins.setdefault((re.sub(r"\b\d+\.", "", name), shape), []).append(i)
     ratios = {"": 0.0}
     for group in twins.values():
         sizes = np.sort(rows.rms[0, group])
         largest = group[int(rows.rms[0, group].argmax())]
-        if sizes_at.get(largest, math.inf) > _LARGE:
+        is_alone = len(group) > 2 and sizes[-2] < _ALIKE_BY * sizes[0]
+        if sizes_at.get(largest, math.inf) > (_ALONE if is_alone else _LARGE):
             ratios[rows.names[largest]] = float(sizes[-1] / sizes[(len(sizes) - 1) // 2])
     return max(ratios.items(), key=operator.itemgetter(1))
 
@@ -343,7 +344,8 @@ class Moves(NamedTuple):
 # that of others. In healthy programs, of 300 steps each, it falls to 0.32 in the first looks, and is up to 4.3 times as
 # far from 1 as the median. Of one that is drawn anew it is 0.23 at most.
 _ANOTHER, _TIMES = 0.8, 5.0
-# Without any sign of a foreign change, it falls from the one number at the last look to below the other.
+# Without any sign of a foreign change, it falls from the one number at the last look to below the other; or is below
+# that twice, while the median of others exceeds the first.
 _ALIKE, _UNLIKE_BEFORE = 0.9, 0.3
 # Or the norm of the parameter has grown by the one factor or shrunk by the other, and `_USUAL` times as far as ever
 # between two measurements, on a logarithmic scale. Conventions of gradstat.
@@ -355,9 +357,10 @@ class OverwrittenParameter(Rule):
 
     Autograd counts the in-place changes of a tensor, and each optimizer step makes equally many. So a tensor with more
     changes between two measurements, and no whole number per step, was written to. It was also overwritten if elements
-    of a weight have moved further than the learning rate allows, or if a weight that had hardly turned from one
-    measurement to the next suddenly points elsewhere, though the learning rate has not risen. Programs may prune, clamp
-    or average weights: that leaves most of a weight as it was, and makes it smaller.
+    of a weight have moved further than the learning rate allows, if a weight that had hardly turned from one
+    measurement to the next suddenly points elsewhere, though the learning rate has not risen, or if it has more changes
+    in each step and points elsewhere twice, as one that is drawn anew in every step. Programs may prune, clamp or
+    average weights: that leaves most of a weight as it was, and makes it smaller.
     """
 
     name = "overwritten-parameter"
@@ -381,12 +384,13 @@ class OverwrittenParameter(Rule):
             rate, begins = max([self._rate, *rates[begins:at]]), at
             moves, names = seen.value, tuple(seen.value.changes)
             cosines = np.array([moves.cosines.get(name, math.nan) for name in names])
-            foreign = _foreign(moves, names, cosines, rate)
+            foreign, is_more = _foreign(moves, names, cosines, rate)
             others = cosines[~foreign & np.isfinite(cosines)]
             usual = median(others) if len(others) else 1.0
             before = self._cosines.values_for(names)
             sudden = (before > _ALIKE) & (before < 1 - 1e-6) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
             sudden &= rate <= self._last_rate * RISES
+            sudden |= is_more & (before < _UNLIKE_BEFORE) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
             another = sudden | (foreign & (cosines < _ANOTHER) & (1 - cosines > _TIMES * (1 - usual)))
             moved = self._moved(window, seen.step)
             another |= foreign & np.isin(names, list(moved))
@@ -425,13 +429,17 @@ class OverwrittenParameter(Rule):
         return found
 
 
-def _foreign(moves: Moves, names: tuple[str, ...], cosines: Floats, rate: float) -> Bools:
-    """Which parameters were changed by something else than steps, at learning rates up to ``rate``, 0 if not known."""
+def _foreign(moves: Moves, names: tuple[str, ...], cosines: Floats, rate: float) -> tuple[Bools, Bools]:
+    """Which parameters were changed by something else than steps, at learning rates up to ``rate``, 0 if not known.
+
+    And which were changed more often than others, equally often in each step, as those that are normalised after it.
+    """
     changes, weights = np.array([moves.changes[name] for name in names]), np.isfinite(cosines)
     distances = np.array([moves.distances.get(name, 0.0) for name in names])
     usual = float(np.median(changes[weights] if weights.any() else changes)) if len(names) else 0.0
-    # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
     steps = max(moves.steps, 1)
-    is_written = (changes % steps != 0) & (changes > usual) & (usual % steps == 0)
-    foreign: Bools = is_written | ((distances > _SPARE * rate * moves.steps) & (rate > 0))
-    return foreign
+    is_more = (changes > usual) & (usual % steps == 0)
+    # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
+    is_whole = changes % steps == 0
+    foreign: Bools = (is_more & ~is_whole) | ((distances > _SPARE * rate * moves.steps) & (rate > 0))
+    return foreign, is_more & is_whole & (usual > 0)

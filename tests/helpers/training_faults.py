@@ -303,6 +303,10 @@ def _deep_sigmoid() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
 
 
+def _normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, CLASSES))
+
+
 class _Gated(nn.Module):
     """A layer times a gate, which may be normalised over all gates of a sample: over one."""
 
@@ -426,6 +430,13 @@ FAULTS: tuple[Fault, ...] = (
           loss(lambda model, batch: -cross_entropy(model, batch)), step=0, late=130, further=130),
     Fault("all weights are equal", "MLP", "constant-weights", "0.weight",
           lambda training: [nn.init.constant_(p, 0.05) for p in training.model.parameters() if p.dim() > 1], step=0),
+    Fault("the weights of one layer are equal", "MLP", "constant-weights", "2.weight",
+          lambda training: nn.init.constant_(training.model[2].weight, 0.05), step=0),
+    Fault("a layer is initialised anew in every step", "MLP", "overwritten-parameter", "2.weight",
+          every_step(1, lambda model: model[2].reset_parameters()), step=0, late=51, further=160),
+    Fault("a batch norm in batches of two", "MLP with batch norm", "small-batch-norm", "batch",
+          every_batch(lambda batch: (batch[0][:2], batch[1][:2])), lambda seed: train_mlp(seed, model=_normalised),
+          step=0),
     Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss",
           loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "far-beginning", "loss",

@@ -740,7 +740,7 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
     labels, predicted = torch.tensor([0, 2, 2, 1]), model(torch.randn(4, 4, dtype=dtype))
     cross_entropy(predicted, labels).backward()
     seen = {"classes": 3, "labels": 4, "label": None, "right": (predicted.argmax(1) == labels).float().mean().item()}
-    expected = OutputFacts(activation=Activation.PROBABILITIES, **seen)
+    expected = OutputFacts(activation=Activation.PROBABILITIES, middle=1.25, spread=0.6875, **seen)
     assert outputs.take()._replace(fit=None) == expected
 
 
@@ -847,7 +847,8 @@ def test_a_sample_of_large_outputs_tells_the_same(
     assert torch.equal(gradient, without_sample)
     shares = {"certain": pytest.approx(whole.certain, abs=0.03), "right": pytest.approx(whole.right, abs=0.05)}
     labelled = pytest.approx(whole.labels * 2047 / 6000, rel=0.1)
-    assert sampled == whole._replace(**shares, labels=labelled)
+    numbers = {"middle": pytest.approx(whole.middle, abs=1.5), "spread": pytest.approx(whole.spread, rel=0.15)}
+    assert sampled == whole._replace(**shares, **numbers, labels=labelled)
     told = sampled.activation.name + ", over samples" * sampled.takes_over_samples
     assert told == activation
 

@@ -33,6 +33,7 @@ from gradstat.rules.runner import RuleRunner
 from gradstat.rules.weights import Moves
 
 NAMES = ("a.weight", "a.bias", "b.weight")
+UNBIASED = ("c.weight", "a.bias", "b.weight")
 SHAPES = ((8, 8), (8,), (8, 8))
 ABSENT = [math.nan] * len(gradstat.FIELDS)
 NORMAL16 = float(torch.finfo(torch.float16).smallest_normal)
@@ -192,6 +193,18 @@ def constant(*values: float, **batch: Any) -> Story:
     rows = {i * 50: [row(v, 1, mean=v)] for i, v in enumerate(values)}
     tables = {"batch": Table(each(rows, [row(**batch)]), "x", [(8, 8)])} if batch else {}
     return rows_of("constant", rows, names="x", shapes=[(1,)], tables=tables)
+
+
+def in_a_dict(*names: str, of_others: float = 0.2) -> Story:
+    """The first of two inputs is the same in all samples, the other one is not."""
+    rows = {i * 50: [row(1.0, 1, mean=1.0), row(1.0, 1, mean=of_others)] for i in range(3)}
+    return rows_of("constant", rows, names=names, shapes=[(1,)] * 2)
+
+
+def embedded(zeros: int, step: int = 50, kind: str = "exp_avg", count: int = 32, name: str = "a.weight") -> Story:
+    """What an optimizer keeps of the gradients of an embedding, beside a bias."""
+    rows = {step: [row(1.0, count * 4, zeros=zeros), row(1.0, 4)]}
+    return rows_of(kind, rows, names=(name, "b.bias"), shapes=[(count, 4), (4,)])
 
 
 def seen(kind: str, *values: Any, every: int = 5, first: int = 3, **more: Any) -> Story:
@@ -371,7 +384,7 @@ def averaged(steps: int = 50, is_written: bool = True, far: float = 0.2, still: 
     return seen("averages", [Average("t", steps, is_written, far, still)], first=3 + steps)
 
 
-EACH, WRITTEN = (50, 50, 50), (50, 50, 51)
+EACH, WRITTEN, OFTEN = (50, 50, 50), (50, 50, 51), (50, 50, 150)
 
 
 def written(
@@ -483,10 +496,16 @@ def alone(losses: Sequence[float], **run: Any) -> Story:
     return replace(learning(losses), observations=seen, run=RunSettings(**run))
 
 
-def constants(*names: str) -> Story:
-    """Weights of which some are constant."""
-    rows = [row(0.1, numel, min=0.1 if name in names else -0.1) for name, numel in zip(NAMES, (64, 8, 64), strict=True)]
-    return Story(3, {"loss": [1.0] * 3}, {"parameter": Table({0: rows})})
+def constants(
+    *names: str, value: float = 0.1, gradient: list[float] | None = None, order: Sequence[str] = NAMES
+) -> Story:
+    """Weights of which some are constant, and all others too where there is no gradient."""
+    pairs = zip(order, (64, 8, 64), strict=True)
+    rows = [row(value, numel, min=value if name in names else -1.0) for name, numel in pairs]
+    tables = {"parameter": Table({0: rows}, order)}
+    if gradient is not None:
+        tables["gradient"] = Table({0: [gradient] * 3}, order)
+    return Story(3, {"loss": [1.0] * 3}, tables)
 
 
 def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0, **more: float) -> OutputFacts:
@@ -510,6 +529,11 @@ def unlike(
 def alike(label: int) -> OutputFacts:
     """Outputs for as many classes as the last layer has rows, and labels of one class."""
     return facts(classes=8, label=label)
+
+
+def few(i: int, **more: Any) -> OutputFacts:
+    """As `alike`, but for the spread of labels."""
+    return facts(**{"classes": 8, "middle": float(i), "spread": 0.2, **more})
 
 
 def facts(**more: Any) -> OutputFacts:
@@ -606,6 +630,12 @@ STORIES: list[tuple[Any, ...]] = [
     ("constant features, some zero -> constant-feature, warning 0 x: 95% of", constant(*[0.95] * 4, zeros=10)),
     ("an input that is constant -> constant-feature, warning 0 x: all samples",
      constant(*[1.0] * 4, zeros=40)),
+    ("an entry of a dict that is constant -> constant-feature, warning 0 x['a']: all samples + warning 0 x['b']: all",
+     in_a_dict("x['a']", "x['b']", of_others=1.0), in_a_dict("x['a']", "x['b']"), in_a_dict("input[0]", "input[1]")),
+    ("an entry of a list that is constant -> constant-feature, warning 0 x[0]: all samples", in_a_dict("x[0]", "x[1]")),
+    ("one row of an embedding -> constant-feature, warning 0 a.weight: only one of the 32 rows of a.weight has had a",
+     embedded(124), embedded(123), embedded(128), embedded(124, step=49), embedded(120, count=31),
+     embedded(124, kind="exp_avg_sq"), embedded(124, name="b.weight")),
     ("ranks with one batch -> repeated-batch, error 3 batch: repeated=[(0, 1)]",
      seen("rank_batches", report(ok=False, repeated=[(0, 1)])), seen("rank_batches", report(ok=True))),
     ("gradients of each rank alone -> unreduced-gradients, error 3 gradients: not all-reduced any gradient for 16",
@@ -761,6 +791,9 @@ STORIES: list[tuple[Any, ...]] = [
      twins(1.0, 11.0, 1.0), twins(1.0, 9.0, 1.0), twins(11.0, 0.0), twins(1.0, 0.0, 2.0), twins(1.0, 11.0, 12.0),
      twins(1.0, 11.0, names=("up.weight", "down.weight")), twins(1.0, 11.0, is_trained=False),
      twins(1.0, 11.0, names=("0.conv1.weight", "0.conv2.weight")), twins(1e-10, 1.0), twins(1.0, 1.0, 1e-3)),
+    ("a small weight unlike its twins -> parameter-jump, warning 0 1.weight: is 11 times as large at the start as the",
+     twins(0.05, 0.55, 0.05), twins(0.03, 0.33, 0.03), twins(0.05, 0.55), twins(0.05, 0.55, 0.05, 0.11),
+     twins(0.05, 0.45, 0.05)),
     ("a weight that is drawn in -> parameter-jump, info 100 x: falls from 8 to 0.08", beside_losses([0.9] * 105)),
     ("zeros, and a loss that rose -> parameter-jump, error 100 x: falls from 8 to 0.08",
      beside_losses([0.9] * 97 + [1.1] * 4)),
@@ -781,6 +814,10 @@ STORIES: list[tuple[Any, ...]] = [
     ("a weight that moves too far -> overwritten-parameter, warning 51 b.weight: its value then is 0.1, against 0.9",
      written(EACH, EACH, distance=1.6), written(EACH, EACH, distance=1.4), written(EACH, EACH, distance=9, cosine=0.9),
      written(EACH, EACH, distance=9, step_size=""), written(EACH, EACH, distance=1.6, rates=[0.01] * 99 + [0.02] * 9)),
+    ("a weight that is drawn in every step -> overwritten-parameter, warning 51 b.weight: then is 0.1, against 0.9",
+     written(OFTEN, OFTEN, before=0.2, others=0.91), written(OFTEN, OFTEN, before=0.4, others=0.91),
+     written(OFTEN, OFTEN, before=0.2, others=0.89), written(OFTEN, OFTEN, before=0.2, cosine=0.4, others=0.91),
+     written(EACH, EACH, before=0.2, others=0.91)),
     ("a weight that is another at once -> overwritten-parameter, warning 51 b.weight: its value then is 0.2",
      another(), another(before=0.89), another(0.31), another(before=1.0), another(others=0.89),
      another(rates=[0.01] * 60 + [0.02] * 60)),
@@ -1048,7 +1085,17 @@ STORIES: list[tuple[Any, ...]] = [
      learning([2.1] + [11.0] * 20, lr=[0.1] * 21), learning([2.1] + [10.0] * 20),
      learning([2.1] + [11.0] * 7 + [2.0] * 13)),
     ("weights that are all equal -> constant-weights, warning 0 a.weight: the same holds for every other weight",
-     constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight")),
+     constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight"),
+     constants("a.weight", "b.weight", value=0.125)),
+    ("a weight that is equal -> constant-weights, warning 0 a.weight: the units of this layer begin as copies",
+     constants("a.weight", gradient=row()), constants("a.weight", gradient=ABSENT),
+     constants("a.weight", value=0.0, gradient=row()), constants("a.weight", value=0.125, gradient=row()),
+     constants("b.weight", gradient=row())),
+    ("a weight without a bias -> constant-weights, warning 0 c.weight: the units of this layer begin as copies",
+     constants("c.weight", gradient=row(), order=UNBIASED),
+     constants("c.weight", value=1.0, gradient=row(), order=UNBIASED)),
+    ("a batch norm of two -> small-batch-norm, warning 3 batch: normalises two values of each channel",
+     seen("normalised", 2), seen("normalised", 3), seen("normalised", 0)),
     ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: keeps a tenth of its input or less; the same holds",
      set_to({"dropout of a.drop": 0.9, "dropout of b.drop": 1.0}), set_to({"dropout of a.drop": 0.89})),
     ("a batch norm in eval mode -> idle-batch-norm, warning 0 a: eval mode: its running mean and variance are still 0",
@@ -1074,6 +1121,11 @@ STORIES: list[tuple[Any, ...]] = [
      looking([alike(1)] * 6, run=RIVAL), looking([facts(label=1)] * 6)),
     ("data sorted by class -> equal-targets, warning 0 logits: each of 5 batches that were inspected, all labels",
      looking([alike(i) for i in range(5)]), looking([alike(i) for i in range(4)])),
+    ("batches of few labels -> equal-targets, warning 0 logits: of the variance of labels in the first 8 batches that",
+     looking([few(i) for i in range(8)]), looking([few(i) for i in range(7)]),
+     looking([few(i, spread=6.0) for i in range(8)]), looking([few(i, labels=7) for i in range(8)]),
+     looking([few(i, classes=4) for i in range(8)]), looking([few(i, fit=None) for i in range(8)]),
+     looking([few(i) for i in range(8)], run=RIVAL)),
     ("labels that become equal -> equal-targets, warning 40 logits: of one class, the same in all of them; of 4 before",
      looking([facts()] * 4 + [facts(label=1)] * 7), looking([facts()] * 4 + [facts(label=1)] * 6),
      looking([facts()] * 4 + [facts(label=1, fit=None)] * 7)),

@@ -57,6 +57,7 @@ class ModelFacts(Probe):
             self.positive = {name: positive[id(p)] for name, p in pairs if id(p) in positive}
             if self._graph.activated is not None:
                 step.observe("activated", self._graph.activated)
+            step.observe("normalised", self._graph.normalised)
             self._graph = None
         if step.step == _LOOK:
             leaves = [leaf for graph in self.run.leaves.values() for leaf in graph]

@@ -135,11 +135,13 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
     is_one = ((labels == label) | (labels < 0)).all()
     few = slice(max(1, MOST_ELEMENTS // 8 // classes))
     # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
-    is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
+    are_logarithms = ((outputs[few].exp().sum(-1, dtype=wide) - 1).abs() < 0.01).all()
+    is_last = is_one_label & (rows.amax() <= 0) & ((classes > 2) | are_logarithms)
     sums, largest = (torch.linalg.vector_norm(rows, order, -1, dtype=wide) for order in (1, math.inf))
     used = torch.linalg.vector_norm(rows, math.inf, 0, dtype=wide) > 0
-    are_logarithms = ((outputs[few].exp().sum(-1, dtype=wide) - 1).abs() < 0.01).all()
-    takes_classes = cancels | is_last
+    takes_classes, counted = cancels | is_last, labelled.clamp(min=1)
+    middle = (labels * (labels >= 0)).sum(dtype=wide) / counted
+    spread = ((labels - middle).square() * (labels >= 0)).sum(dtype=wide) / counted
     facts = {
         "is_over_samples": (seen.over == 1) | (is_last & (seen.over > 0)),
         "takes_over_samples": is_askew,
@@ -148,7 +150,9 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
         "classes": takes_classes * classes,
         "labels": takes_classes * labelled,
         "label": takes_classes * is_one * (label + 1),
-        "right": takes_classes * (labels == outputs.argmax(-1)).sum() / labelled.clamp(min=1),
+        "middle": middle,
+        "spread": spread,
+        "right": takes_classes * (labels == outputs.argmax(-1)).sum() / counted,
     }
     seen.facts.update(facts)
     return cancels, is_last
