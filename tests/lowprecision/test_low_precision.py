@@ -1,12 +1,11 @@
 """`LowPrecision`: what is measured of which products, who is named first, and what the study leaves as it was."""
 
-import dataclasses
 import gc
+import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from helpers.ranks import Ranks
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +25,7 @@ from gradstat.lowprecision.formats import FORMATS
 from gradstat.lowprecision.stats import table_of
 
 PRODUCTS = ("output", "input gradient", "weight gradient")
+EVERY = set(itertools.product(("up", "down", "head"), PRODUCTS))
 
 
 class Net(nn.Module):
@@ -35,38 +35,30 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
-        self.up: nn.Module = nn.Linear(64, 128)
-        self.down, self.around = nn.Linear(128, 64), around
+        self.up, self.down, self.around = nn.Linear(64, 128), nn.Linear(128, 64), around
 
     def forward(self, x: Tensor) -> Any:
         x = self.tokens(x)
         return self.head(x + self.around(lambda x: self.down(self.up(x).relu()), x))
 
 
-def train(model: nn.Module, steps: int, optimizer: Any = None, passes: int = 1, **autocast: Any) -> Tensor:
-    """Trains on random tokens, the same in each run, and returns the last loss."""
+def train(model: nn.Module, steps: int, optimizer: Any = None, passes: int = 1, **autocast: Any) -> None:
+    """Trains on random tokens, the same in each run."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     random = torch.Generator().manual_seed(1)
-    loss = torch.zeros(())
     for _ in range(steps):
         for _ in range(passes):
             tokens = torch.randint(96, (4, 17), generator=random)
-            with torch.autocast("cpu", **autocast) if autocast else nullcontext():
+            with torch.autocast("cpu", enabled=bool(autocast), **autocast):
                 logits = model(tokens[:, :-1])
-            loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-            loss.backward()
+            nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return loss.detach()
 
 
-def products(study: gradstat.LowPrecision) -> dict[str, set[str]]:
-    """By layer, the names of the products that were studied."""
-    table = study.table()
-    return {row["layer"]: {other["product"] for other in table if other["layer"] == row["layer"]} for row in table}
-
-
-EVERY = {name: set(PRODUCTS) for name in ("up", "down", "head")}
+def products(study: gradstat.LowPrecision) -> set[tuple[str, str]]:
+    """The layers and products that were studied."""
+    return {(row["layer"], row["product"]) for row in study.table()}
 
 
 def test_the_numbers_are_those_of_the_operator_on_what_the_products_take() -> None:
@@ -87,23 +79,20 @@ def test_the_numbers_are_those_of_the_operator_on_what_the_products_take() -> No
         matrix = taken[row["operand"]].T if across else taken[row["operand"]]
         expected = gradstat.quantization_stats([matrix], row["format"], weight=is_weight)[0]
         nonzero, flushed, saturated, _, squares, errors = expected[:6].tolist()
-        assert row["flushed"] == pytest.approx(flushed / nonzero)
-        assert row["saturated"] == pytest.approx(saturated / nonzero)
+        assert (row["flushed"], row["saturated"]) == pytest.approx((flushed / nonzero, saturated / nonzero))
         assert row["sqnr"] == pytest.approx(10 * math.log10(squares / errors))
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_the_noise_of_a_weight_gradient_is_what_quantizing_its_operands_makes(format: str) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(128, 64)
     x, g = torch.randn(256, 128) * torch.rand(256, 1) + 0.2, torch.randn(256, 64) * torch.rand(256, 1) + 0.2
-    study, optimizer = gradstat.LowPrecision(layer, [format], every=1), torch.optim.SGD(layer.parameters(), lr=0.0)
+    study = gradstat.LowPrecision(layer, [format], every=1)
     for _ in range(2):
         (layer(x) * g).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        study.step()
     exact = g.T.double() @ x.double()
-    made = quantized(g, FORMATS[format], 0).T.double() @ quantized(x, FORMATS[format], 0).double()
+    made = quantized(g, FORMATS[format], 0).T @ quantized(x, FORMATS[format], 0)
     (noise,) = {row["noise"] for row in study.table() if row["product"] == "weight gradient"}
     assert noise == pytest.approx(float((made - exact).norm() / exact.norm()), rel=0.1)
 
@@ -129,8 +118,7 @@ PLANTED: dict[str, Callable[[GPT], Any]] = {
 
 @pytest.mark.parametrize("first", PLANTED)
 def test_what_is_planted_is_named_first(first: str) -> None:
-    torch.manual_seed(0)
-    model = GPT(dataclasses.replace(TINY, vocabulary=96))
+    model = GPT(TINY)
     PLANTED[first](model)
     study = gradstat.LowPrecision(model, every=1)
     train(model, 20, torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -142,7 +130,8 @@ def test_training_is_the_same_and_nothing_is_kept() -> None:
     plain, studied, alive = Net(), Net(), []
     study = gradstat.LowPrecision(studied, every=3)
     studied.up.register_forward_hook(lambda *args: alive.append(weakref.ref(args[2])))
-    assert torch.equal(train(plain, 8), train(studied, 8))
+    train(plain, 8)
+    train(studied, 8)
     assert all(map(torch.equal, plain.state_dict().values(), studied.state_dict().values()))
     assert not any(module._forward_hooks for module in (studied.down, studied.head))
     assert not any(parameter._backward_hooks for parameter in studied.parameters())
@@ -165,13 +154,12 @@ AROUND: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("options", [{}, {"passes": 3}, {"dtype": torch.bfloat16}])
-def test_each_layer_counts_once_in_a_step(around: str, options: dict[str, Any]) -> None:
+def test_each_layer_counts_once_in_a_step(around: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, measured = Net(AROUND[around]), list[torch.dtype]()
     study = gradstat.LowPrecision(model, ["mxfp8"], every=2)
-    with pytest.MonkeyPatch.context() as patch:
-        name = "gradstat.lowprecision.operands.table_of"
-        patch.setattr(name, lambda *args: measured.append(args[0][0].dtype) or table_of(*args))
-        train(model, 7, **options)  # a sampled step for each layer
+    measure = "gradstat.lowprecision.operands.table_of"
+    monkeypatch.setattr(measure, lambda *args: measured.append(args[0][0].dtype) or table_of(*args))
+    train(model, 7, **options)  # a sampled step for each layer
     assert products(study) == EVERY
     assert measured == [options.get("dtype", torch.float32)] * 3 * 6  # layers, and operands in two directions
 
@@ -184,11 +172,10 @@ def test_a_product_that_a_layer_does_not_have_is_not_shown() -> None:
     model.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     study = gradstat.LowPrecision(model, ["mxfp4"], every=1)
     train(model, 7, torch.optim.SGD(model.parameters(), lr=0.0))
-    one = {"up": {"output", "weight gradient"}, "down": {"output", "input gradient"}}
-    assert products(study) == EVERY | one
+    assert products(study) == EVERY - {("up", "input gradient"), ("down", "weight gradient")}
     (weight,) = [row for row in study.table() if row["layer"] == "up" and row["operand"] == "weight"]
-    (expected,) = gradstat.quantization_stats(model.up.weight.detach().T, "mxfp4")[:, 4:6].tolist()
-    assert weight["sqnr"] == pytest.approx(10 * math.log10(expected[0] / expected[1]))
+    squares, errors = gradstat.quantization_stats(model.up.weight.detach().T, "mxfp4")[0, 4:6].tolist()
+    assert weight["sqnr"] == pytest.approx(10 * math.log10(squares / errors))
 
 
 def test_of_a_layer_whose_first_call_gets_no_gradient_the_output_is_studied() -> None:
@@ -196,25 +183,23 @@ def test_of_a_layer_whose_first_call_gets_no_gradient_the_output_is_studied() ->
     model = Net(lambda block, x: block(x).detach() + block(x))
     study = gradstat.LowPrecision(model, ["mxfp8"], every=1)
     train(model, 4)
-    assert products(study) == EVERY | {name: {"output"} for name in ("up", "down")}
+    assert products(study) == EVERY - set(itertools.product(("up", "down"), PRODUCTS[1:]))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_compiled_code_is_told_once_and_not_compiled_again(in_place: bool) -> None:
+def test_compiled_code_is_told_once_and_not_compiled_again(in_place: bool, recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model: Any = Net() if in_place else torch.compile(Net(), backend="eager")
     if in_place:
         model.compile(backend="eager")
     study, optimizer = gradstat.LowPrecision(model, every=2), torch.optim.SGD(model.parameters(), lr=1e-3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, 1, optimizer)
-        torch._dynamo.reset()  # so that the second step, which is sampled, is compiled
-        train(model, 6, optimizer)
-    told = [str(warning.message) for warning in caught if "not watched" in str(warning.message)]
-    assert len(told) == 1
-    assert "the matrix products of the model, which is compiled: torch.compile leaves hooks out of its" in told[0]
+    train(model, 1, optimizer)
+    torch._dynamo.reset()  # so that the second step, which is sampled, is compiled
+    train(model, 6, optimizer)
+    (told,) = [str(warning.message) for warning in recwarn if "not watched" in str(warning.message)]
+    assert "the matrix products of the model, which is compiled: torch.compile leaves hooks out of its" in told
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert study.table() == []
 
@@ -233,7 +218,6 @@ def test_whose_steps_count() -> None:
     assert study.steps == 8
     study.step()
     assert study.steps == 9
-    study.remove()
 
 
 def test_results_reach_print_page_and_loggers(tmp_path: Path) -> None:
@@ -241,7 +225,7 @@ def test_results_reach_print_page_and_loggers(tmp_path: Path) -> None:
     study = gradstat.LowPrecision(model, every=2)
     assert "no finite layer was seen in 0 sampled steps" in str(study)
     train(model, 7)
-    assert all(f"{layer}: {product}" in str(study) for layer in EVERY for product in PRODUCTS)
+    assert all(f"{layer}: {product}" in str(study) for layer, product in EVERY)
     page = study.write_page(tmp_path / "deep" / "page.html", "<b>").read_text()
     assert page.count("<td ") == 3 * 2 * 6
     assert "<h1>&lt;b&gt;" in page
@@ -256,11 +240,9 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
         gradstat.LowPrecision(Net(), **wrong)
 
 
-def _study_of(how: str) -> tuple[dict[str, set[str]], list[float]]:
+def _study_of(how: str) -> tuple[set[tuple[str, str]], list[float]]:
     model: Any = Net()
     if how == "sharded":
-        from torch.distributed.fsdp import fully_shard
-
         for part in (model.up, model.down, model):
             fully_shard(part)
     elif how == "replicated":
@@ -273,5 +255,5 @@ def _study_of(how: str) -> tuple[dict[str, set[str]], list[float]]:
 def test_on_several_ranks_each_studies_its_own_products(ranks: Ranks) -> None:
     expected = pytest.approx(_study_of("alone")[1], rel=1e-3)
     for found, noise in [*ranks.run(2, _study_of, "sharded"), *ranks.run(2, _study_of, "replicated")]:
-        assert {name.removeprefix("module."): each for name, each in found.items()} == EVERY
+        assert {(name.removeprefix("module."), product) for name, product in found} == EVERY
         assert noise == expected
