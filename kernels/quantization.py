@@ -115,13 +115,6 @@ def _sum(values, JOINS: tl.constexpr):
 
 
 @triton.jit
-def _max(values, JOINS: tl.constexpr):
-    """The largest values of blocks, one for each."""
-    largest = tl.max(values, axis=2, keep_dims=True)
-    return tl.max(largest, axis=0, keep_dims=True) if JOINS else largest
-
-
-@triton.jit
 def _store(row, field: tl.constexpr, values):
     """Stores the sum of the values of all blocks."""
     tl.store(row + field, tl.sum(values).to(tl.float64))
@@ -158,7 +151,9 @@ def rows_kernel(
     _store(row, 0, _sum((exact > 0).to(tl.int32), JOINS))
     _store(row, 3, _sum((is_finite == 0).to(tl.int32), JOINS))
     of_tensor = tl.load(largest)
-    greatest = _max(exact, JOINS)
+    greatest = tl.max(exact, axis=2, keep_dims=True)
+    if JOINS:
+        greatest = tl.max(greatest, axis=0, keep_dims=True)
     amax = _as_float32(greatest)
     if IS_WHOLE:
         amax = tl.zeros_like(amax) + of_tensor

@@ -85,22 +85,21 @@ def _scales(amax: Tensor, format: Format, largest: Tensor) -> tuple[Tensor, Tens
         decode = 1 / of_tensor
         multiplier = (1 / (code * decode)).clamp(max=_LARGEST_FLOAT32)
         return torch.where(code > 0, multiplier, 0.0), code.double() * decode
-    elif format.rule == "floor":
-        exponent = ((amax.view(torch.int32) >> 23) - 127 - format.element.greatest_exponent).clamp(min=-127)
-        multiplier = (127 - exponent << 23).view(torch.float32)
     else:
-        bits = (amax / format.element.largest).view(torch.int32)
-        above = (bits + 0x7FFFFF >> 23) - 127  # the exponent of the next power of two that is not below
-        exponent = torch.where(bits <= 0x400000, -127, above)  # 2**-127 is subnormal in float32
+        if format.rule == "floor":
+            exponent = ((amax.view(torch.int32) >> 23) - 127 - format.element.greatest_exponent).clamp(min=-127)
+        else:
+            bits = (amax / format.element.largest).view(torch.int32)
+            above = (bits + 0x7FFFFF >> 23) - 127  # the exponent of the next power of two that is not below
+            exponent = torch.where(bits <= 0x400000, -127, above)  # 2**-127 is subnormal in float32
         multiplier = (127 - exponent << 23).view(torch.float32)
     return multiplier, (1 / multiplier).double()
 
 
 def _rounded(magnitude: Tensor, element: Element) -> Tensor:
     """Float32 magnitudes rounded to the nearest element, halves to even, as if there were no largest element."""
-    power = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0**element.least_exponent)
-    # A sum with 1.5 * 2**23 steps is rounded to whole steps, since it is a float32 of that exponent.
-    shift = power * (1.5 * 2.0 ** (23 - element.mantissa))
+    power = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=element.least)
+    shift = power * element.steps
     return (magnitude + shift) - shift
 
 

@@ -21,14 +21,19 @@ class Element:
     Attributes:
         name: Its bits of exponent and mantissa, as ``E4M3``.
         mantissa: The bits of its mantissa that are stored.
-        least_exponent: The exponent of its smallest normal number.
+        least: Its smallest normal number.
         largest: Its largest finite number.
     """
 
     name: str
     mantissa: int
-    least_exponent: int
+    least: float
     largest: float
+
+    @property
+    def steps(self) -> float:
+        """1.5 * 2**23 steps of 1: a sum with them is rounded to whole steps, since it is a float32 of that exponent."""
+        return 1.5 * 2.0 ** (23 - self.mantissa)
 
     @property
     def greatest_exponent(self) -> int:
@@ -37,9 +42,9 @@ class Element:
 
 
 # E4M3 has no Inf and one NaN (float8_e4m3fn), E2M1 has neither.
-E4M3 = Element("E4M3", mantissa=3, least_exponent=-6, largest=448.0)
-E5M2 = Element("E5M2", mantissa=2, least_exponent=-14, largest=57344.0)
-E2M1 = Element("E2M1", mantissa=1, least_exponent=0, largest=6.0)
+E4M3 = Element("E4M3", mantissa=3, least=2.0**-6, largest=448.0)
+E5M2 = Element("E5M2", mantissa=2, least=2.0**-14, largest=57344.0)
+E2M1 = Element("E2M1", mantissa=1, least=1.0, largest=6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +81,10 @@ class Format:
     weight_block: int = 0
 
     @property
-    def needs_largest(self) -> bool:
-        """Whether scales depend on the largest magnitude of the whole tensor, which is then read twice."""
-        return self.rule == "two-level" or not self.block
-
-    @property
     def numbers(self) -> tuple[float, ...]:
         """The format as kernels take it: csrc/quantization.h (`QuantizationFormat`) and kernels/quantization.py."""
-        element = self.element
-        # A sum with 1.5 * 2**23 steps is rounded to whole steps, since it is a float32 of that exponent.
-        steps, least = 1.5 * 2.0 ** (23 - element.mantissa), 2.0**element.least_exponent
-        rule = get_args(ScaleRule).index(self.rule)
-        return rule, not self.block, steps, least, element.largest, element.greatest_exponent
+        element, rule = self.element, get_args(ScaleRule).index(self.rule)
+        return rule, not self.block, element.steps, element.least, element.largest, element.greatest_exponent
 
 
 _TENSOR = "TransformerEngine's Float8CurrentScaling (compute_scale_from_amax)"

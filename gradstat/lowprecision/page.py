@@ -22,10 +22,10 @@ def write_page(
 ) -> Path:
     """Writes the page; the other arguments and the errors are those of `LowPrecision.write_page`."""
     expect("title", title, str, "text")
-    places = dict.fromkeys((row["format"], row["product"], row["operand"]) for row in table)
     layers = dict[str, dict[tuple[str, str, str], Row]]()
     for row in table:
         layers.setdefault(row["layer"], {})[row["format"], row["product"], row["operand"]] = row
+    places = dict.fromkeys(place for cells in layers.values() for place in cells)
     body = ""
     for name, cells in layers.items():
         mark = ' class="keep"' if any(row["keep"] for row in cells.values()) else ""

@@ -112,7 +112,7 @@ def table_of(tensors: list[Tensor], format: Format, dim: int, weight: bool, back
     filled = [tensor if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
     given, shapes = map(list, zip(*(blocks_of(tensor, format, dim, weight) for tensor in filled), strict=True))
     largest = torch.zeros(len(given), device=given[0].device)
-    if format.needs_largest:
+    if format.rule == "two-level" or not format.block:  # the scales depend on it
         low, high = kernels.check(given)[0][:, [_fields.INDEX["min"], _fields.INDEX["max"]]].unbind(1)
         largest = torch.maximum(-low, high).float().clamp(0.0, torch.finfo(torch.float32).max)
     if kernels.quantization_rows is None:

@@ -111,7 +111,12 @@ class LowPrecision:
         while self._arriving and self._arriving[0][1].has_arrived():
             self._read(*self._arriving.popleft())
         if self._is_sampled:
-            self._end_sample()
+            while self._handles:
+                self._handles.pop().remove()
+            for name, layer in self._measured.items():
+                layer.send()
+                self._arriving.append((name, layer))
+            self._samples, self._measured = self._samples + 1, {}
         model, self._is_sampled = self._model(), self.steps % self.every == 0
         self.steps += 1
         if model is None or not self._is_sampled:
@@ -131,15 +136,6 @@ class LowPrecision:
             whys = [NOT_CALLED]
         for why in whys:
             warn(f"not watched: the matrix products {why}", UserWarning)
-
-    def _end_sample(self) -> None:
-        """Begins to copy the numbers to the host."""
-        while self._handles:
-            self._handles.pop().remove()
-        for name, layer in self._measured.items():
-            layer.send()
-            self._arriving.append((name, layer))
-        self._samples, self._measured = self._samples + 1, {}
 
     # One layer in a sampled step --------------------------------------------------------------------------
 

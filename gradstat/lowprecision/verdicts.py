@@ -123,6 +123,6 @@ def text_of(formats: Sequence[str], table: Sequence[Row]) -> list[str]:
             pairs = [f"{first['sqnr']:.1f} / {second['sqnr']:.1f}"]
             pairs += [f"{100 * first[key]:.1f} / {100 * second[key]:.1f}" for key in ("flushed", "saturated")]
             cells[-1] += [f"{100 * first['share']:.1f}", f"{first['noise']:.2g}", *pairs]
-    keep = ["keep in bfloat16:", *lines_of([*reasons], _SHOWN, str, "  and {} more")] if reasons else []
+    keep = ["keep in bfloat16:", *lines_of([*reasons], _SHOWN, str)] if reasons else []
     more = [f"and {len(lines) - _SHOWN:,} more lines, in table()"] if len(lines) > _SHOWN else []
     return list(map(printable, [*summary_of(formats, table), *keep, *columns(cells), *more]))

@@ -86,7 +86,8 @@ def test_the_numbers_are_those_of_the_operator_on_what_the_products_take() -> No
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_the_noise_of_a_weight_gradient_is_what_quantizing_its_operands_makes(format: str) -> None:
     layer = nn.Linear(128, 64)
-    x, g = torch.randn(256, 128) * torch.rand(256, 1) + 0.2, torch.randn(256, 64) * torch.rand(256, 1) + 0.2
+    size = torch.rand(256, 1) + 0.25  # of a token, in both operands
+    x, g = torch.randn(256, 128) * size + 0.2, torch.randn(256, 64) * size + 0.2
     study = gradstat.LowPrecision(layer, [format], every=1)
     for _ in range(2):
         (layer(x) * g).sum().backward()
