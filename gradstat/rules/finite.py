@@ -62,7 +62,7 @@ class NonfiniteBatch(Rule):
     judges_end = True
     causes = ("missing values in the data, or a division by a standard deviation of 0", "a damaged file")
     advice = (
-        "find the sample: evidence['first'] is the index of the first NaN or Inf in the batch",
+        "find the sample: the finding gives the index of the first NaN or Inf in the batch",
         "drop or repair such samples in the data loader",
     )
     advice_without_index = ("find the micro-batch with gradstat.MicroBatches", advice[1])
