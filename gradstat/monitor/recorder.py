@@ -306,10 +306,10 @@ class Recorder:
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
     @property
-    def has_rival(self) -> bool:
+    def has_other_optimizer(self) -> bool:
         """Whether an optimizer has stepped that has none of the watched parameters."""
         steps = self._probe(OptimizerSteps)
-        return steps is not None and steps.has_rival
+        return steps is not None and steps.has_other_optimizer
 
     def settings(self) -> dict[str, float]:
         """What the optimizer and modules are set to now, by name."""

@@ -202,7 +202,7 @@ class Reviewer:
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,
             skipped_by="the loss scaler" if recorder.is_scaled else self._skipped_by,
-            has_rival=recorder.has_rival,
+            has_other_optimizer=recorder.has_other_optimizer,
             settings=self._set,
             is_unfinished=is_end and bool(self._unfinished),
             **optimizer_settings(settings.optimizer),

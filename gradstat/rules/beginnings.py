@@ -128,7 +128,7 @@ class ConstantWeights(LearningRule):
             name = parameters.names[judged[0]]
             text = f"all elements of {name} are equal at the start, and the same holds for every other weight: the "
             text += "units of a layer stay copies of each other"
-            yield from self._told(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
+            yield from self._found_once(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
         elif "gradient" in window.latest:
             are_constant &= window.latest["gradient"].of(parameters.names).present[-1] & (values != 0)
             shapes = [tensors.shapes[i] for i in judged]
@@ -138,7 +138,7 @@ class ConstantWeights(LearningRule):
             if alone:
                 text = f"all elements of {alone[0]} are equal at the start: the units of this layer begin as copies of "
                 text += f"each other{same_for(len(alone))}"
-                yield from self._told(int(parameters.steps[0]), alone[0], text, "parameter", weights=len(alone))
+                yield from self._found_once(int(parameters.steps[0]), alone[0], text, "parameter", weights=len(alone))
 
 
 class TinyWeights(LearningRule):
@@ -163,11 +163,11 @@ class TinyWeights(LearningRule):
             self._is_over, now = True, median(self._recent[-HALF:])
             # A loss may also begin at 0, and rise.
             is_flat = now > CHANCE * self._chance > 0.01 * now
-            if is_flat and self._size < self._SMALL and not window.run.has_rival:
+            if is_flat and self._size < self._SMALL and not window.run.has_other_optimizer:
                 text = f"half of the weights begin with at most {self._size:.2g} times the standard deviation that "
                 text += f"preserves the scale of activations; the loss is {now:.4g} after {self._count} steps and "
                 text += f"began at {self._first[0]:.4g}"
-                yield from self._told(0, self._weight, text, "parameter", size=self._size)
+                yield from self._found_once(0, self._weight, text, "parameter", size=self._size)
             return
 
 
@@ -231,7 +231,7 @@ class FarBeginning(_FirstLosses):
         if each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
             text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
-            yield from self._told(0, "loss", text, loss=first, chance=usual, share=share)
+            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
 
 
 class DivergingStart(_FirstLosses):
@@ -248,4 +248,4 @@ class DivergingStart(_FirstLosses):
         soon = median(np.abs(self._first))
         if each < 2 * math.log(self._classes) and soon > self._RISEN * max(first, self._chance):
             text = f"the loss began at {first:.4g}, and its median over the first {SOON} steps is {soon:.4g}"
-            yield from self._told(0, "lr", text, loss=soon, first=first)
+            yield from self._found_once(0, "lr", text, loss=soon, first=first)

@@ -35,7 +35,7 @@ LOOK = "inspect a batch and its labels right before they enter the model"
 
 
 class LearningRule(Rule):
-    """Base of rules that tell once why a training does not learn. They look at windows that have a finite loss.
+    """Base of rules that report once why the model does not learn. They look at windows that have a finite loss.
 
     The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
     a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
@@ -64,8 +64,8 @@ class LearningRule(Rule):
         """Finds problems in a window with a finite loss."""
         raise NotImplementedError
 
-    def _told(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
-        """A finding as `found` makes it, unless the rule has told one before; it is over then."""
+    def _found_once(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
+        """A finding as `found` makes it, unless the rule has reported one before; it is over then."""
         self._is_over = True
         return [self.found(step, name, text, about, **more)] if self.begins(self.name, step) else []
 

@@ -152,7 +152,7 @@ class VanishingGradient(LevelRule):
             if self.begins("level", shift.step):
                 before, after = math.exp(shift.before), math.exp(shift.after)
                 text = f"the gradient norm falls from about {before:.4g} to about {after:.4g}, and stays there"
-                severity = "info" if window.run.has_rival else None
+                severity = "info" if window.run.has_other_optimizer else None
                 yield self.found(shift.began, "norm", text, "series", severity, _FALLEN, norm=after, before=before)
         rows = window.measured.get("gradient")
         if rows is not None:
@@ -436,7 +436,7 @@ class MissingGradient(_AbsentGradientRule):
             is_small = tensors is not None and tensors.numel[never].sum() < _SMALL * tensors.numel.sum()
             # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first. Or
             # nothing needs the last of several layers.
-            rests = name in window.run.backward_order or is_small or window.run.has_rival
+            rests = name in window.run.backward_order or is_small or window.run.has_other_optimizer
             yield self._finding(rows, lengths, since, name, text, not (never[fresh[-1]] and rests))
 
 

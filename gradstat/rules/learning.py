@@ -57,17 +57,17 @@ class NegativeLoss(TargetsRule):
     def judge(self, window: Window) -> Iterable[Finding]:
         steps, _, losses = window.losses
         negative = [at for at, loss in enumerate(losses) if loss < 0]
-        if negative and window.run.loss_has_no_sign and not window.run.has_rival:
+        if negative and window.run.loss_has_no_sign and not window.run.has_other_optimizer:
             loss = losses[negative[0]]
             text = f"the loss is {loss:.4g}: a mean or sum of numbers that are never negative, with a minus sign"
-            yield from self._told(steps[negative[0]], "loss", text, loss=loss)
+            yield from self._found_once(steps[negative[0]], "loss", text, loss=loss)
         for step, _, loss, targets in self.looks(window):
             if targets is not None and targets.squares == "minus":
                 text = f"the loss is {loss:.4g}: a sum of squared residuals, with a minus sign"
-                yield from self._told(step, "loss", text, loss=loss)
+                yield from self._found_once(step, "loss", text, loss=loss)
         for row in self._follow(window):
             last, soon = self._recent[-SOON:], self._first[:SOON]
-            yield from self._falls(int(window.steps[row]), last, window.run.has_rival)
+            yield from self._falls(int(window.steps[row]), last, window.run.has_other_optimizer)
             if not self._classes or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
                 continue
             usual, (low, high) = math.log(self._classes), self._CLOSE
@@ -76,17 +76,17 @@ class NegativeLoss(TargetsRule):
                 least = high * usual  # minus the loss of guessing, and worse than that
             if -median(last) > least:
                 text = f"the loss has fallen to {last[-1]:.4g}, but that of a classifier has a lower bound, usually 0"
-                yield from self._told(int(window.steps[row]), "loss", text, loss=last[-1])
+                yield from self._found_once(int(window.steps[row]), "loss", text, loss=last[-1])
 
-    def _falls(self, step: int, last: Sequence[float], has_rival: bool) -> Iterator[Finding]:
+    def _falls(self, step: int, last: Sequence[float], has_other_optimizer: bool) -> Iterator[Finding]:
         """Judges whether a loss, which was ``last`` up to ``step``, falls without end."""
         self._since = -1 if max(last) >= 0 else max(step - SOON + 1, 0) if self._since < 0 else self._since
         self._levels = [*self._levels, median(last)][: self._LEVELS + 1]
         first, middle, now = (self._levels[at] for at in (0, (len(self._levels) - 1) // 2, -1))
         is_faster = middle - now > first - middle and len(self._levels) <= self._LEVELS
-        if now < -self._FAR * max(abs(first), 1.0) and is_faster and self._since >= 0 and not has_rival:
+        if now < -self._FAR * max(abs(first), 1.0) and is_faster and self._since >= 0 and not has_other_optimizer:
             text = f"the loss has fallen from about {first:.4g} to about {now:.4g}, ever faster"
-            yield from self._told(self._since, "loss", text, loss=now)
+            yield from self._found_once(self._since, "loss", text, loss=now)
 
 
 class _ChangedWeights(LearningRule):
@@ -117,7 +117,7 @@ class _ChangedWeights(LearningRule):
                 continue
             is_still, self._last = abs(norm - self._last) < self._STILL * norm, norm
             grown, is_soon = norm / self._norm, SOON + HALF <= self._count <= self._STEPS
-            if is_soon and not window.run.has_rival:
+            if is_soon and not window.run.has_other_optimizer:
                 row, more = int(window.steps.searchsorted(step)), max(grown, size / self._size if grown > 1 else 0.0)
                 is_dead = is_still and window.value("finite_norm", row) < self._DEAD * self._gradient
                 share = self._share(more, size, window.value("lr", row), is_dead)
@@ -127,7 +127,7 @@ class _ChangedWeights(LearningRule):
                     words = change_in_words(grown) or f"the norm of all weights is {grown:.2g} times its first value"
                     text = f"{words} after {self._count} steps; the loss is {loss:.4g}, and "
                     text += f"{'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
-                    yield from self._told(step, self.series, text, grown=grown, loss=loss)
+                    yield from self._found_once(step, self.series, text, grown=grown, loss=loss)
         self._take(window)
         self._is_over |= self._count > self._STEPS
 
@@ -240,7 +240,7 @@ class TinySteps(LearningRule):
                 self._is_over, is_trained = True, is_trained & rows.tensors.matrices
                 moves = np.maximum(*np.abs(np.subtract(now, before)))[is_trained]
                 moves = moves[np.isfinite(moves)]
-                if len(moves) and not window.run.has_rival:
+                if len(moves) and not window.run.has_other_optimizer:
                     numel = int(rows.tensors.numel[is_trained].sum())
                     yield from self._judge_moves(window, int(window.steps.searchsorted(step)), median(moves), numel)
                 return
@@ -274,7 +274,7 @@ class TinySteps(LearningRule):
             causes.insert(int(rate < self._RATE), SCALED)
         text += f"; the loss began at {first:.4g} and is {now:.4g}"
         causes = [NEVER_WARM, *causes] if self._is_warm_up else causes
-        yield from self._told(0, "lr", text, causes=causes, advice=advice, moved=moved, lr=rate)
+        yield from self._found_once(0, "lr", text, causes=causes, advice=advice, moved=moved, lr=rate)
 
 
 class NoLearning(LearningRule):
@@ -330,7 +330,7 @@ class NoLearning(LearningRule):
             is_due &= window.outputs.classes > 0 or (
                 fit is not None and not (window.run.loss_is_sum and fit.squares > 0)
             )
-            if is_due and not window.run.has_rival:
+            if is_due and not window.run.has_other_optimizer:
                 yield from self._judge_samples(0.0 if fit is None else fit.samples)
             if self._classes and not self._has_learned:
                 yield from self._judge_classes(window, row, is_due)
@@ -346,7 +346,7 @@ class NoLearning(LearningRule):
             is_near = abs(now - usual) < self._NEAR * usual > scatter / 2
             if is_near and low * usual < began < high * usual:
                 text = f"the loss is {now:.4g} after {self._count} steps; guessing among {count:.0f} gives {usual:.4g}"
-                yield from self._told(0, "loss", text, loss=now)
+                yield from self._found_once(0, "loss", text, loss=now)
 
     def _judge_classes(self, window: Window, row: int, is_due: bool) -> Iterator[Finding]:
         """Judges the last losses of a classifier, up to that of ``row``."""
@@ -359,7 +359,7 @@ class NoLearning(LearningRule):
         if is_due and is_stuck and not (now < chance and self._is_falling()):
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes gives "
             name, causes, advice, more = self._likely(window, row)
-            yield from self._told(
+            yield from self._found_once(
                 0, name, f"{text}{chance:.4g}{more}", causes=causes, advice=advice, loss=now, chance=chance
             )
 

@@ -249,7 +249,7 @@ class LongWarmUp(LearningRule):
             text += f", up to the end of the run; the loss began at {began:.4g} and is {loss:.4g}"
         else:
             return
-        yield from self._told(0, "lr", text, lr=now, peak=peak, takes=takes)
+        yield from self._found_once(0, "lr", text, lr=now, peak=peak, takes=takes)
 
 
 class HeavyDecay(RowsRule):

@@ -94,7 +94,7 @@ class UnusedGradients(Rule):
             if not of:
                 text = f"gradients were computed and zeroed {unused} times without a call of optimizer.step()"
                 yield self.found(seen.step, "optimizer", text, causes=_NO_STEP, advice=_STEP)
-            elif not window.run.has_rival:
+            elif not window.run.has_other_optimizer:
                 text = f"the gradients of {unused} of {of} backward passes are zeroed before optimizer.step() uses "
                 text += f"them, in the last {seen.value.steps} optimizer steps"
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)

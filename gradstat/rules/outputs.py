@@ -55,7 +55,7 @@ class ActivatedOutputs(LearningRule):
                 # The likeliest of C classes has a probability of at most e / (e + C - 1), since logits are in [0, 1].
                 least = math.log1p((seen.value.classes - 1) / math.e)
                 text += f": the cross-entropy of a sample cannot fall below {least:.4g}"
-            yield from self._told(seen.step, "logits", text, "output")
+            yield from self._found_once(seen.step, "logits", text, "output")
         for seen in window.observed("outputs"):
             step, activation, classes = seen.step, seen.value.activation, seen.value.classes
             if self._count < 2:
@@ -68,7 +68,7 @@ class ActivatedOutputs(LearningRule):
             self._were_logits |= activation == Activation.NONE and classes > 0
             if is_told:
                 text = f"the model's outputs {_IN_WORDS[activation]}, but the loss applies a softmax to them"
-                yield from self._told(step, "logits", text, "output", classes=classes)
+                yield from self._found_once(step, "logits", text, "output", classes=classes)
         if self._count < 2:
             self._take(window)
 
@@ -90,7 +90,7 @@ class SoftmaxDimension(LearningRule):
             if self._times == 2:
                 what = "model's outputs are a softmax" if is_made else "loss applies a softmax to the outputs"
                 text = f"the {what}{',' * (not is_made)} over samples or positions in a sequence, not over the classes"
-                yield from self._told(seen.step, "logits", text, "output")
+                yield from self._found_once(seen.step, "logits", text, "output")
 
 
 class Targets(NamedTuple):
@@ -191,7 +191,7 @@ class EqualTargets(TargetsRule):
 
     def judge(self, window: Window) -> Iterable[Finding]:
         # A discriminator may get real and made samples in passes of their own.
-        for step, facts, loss, targets in () if window.run.has_rival else self.looks(window):
+        for step, facts, loss, targets in () if window.run.has_other_optimizer else self.looks(window):
             are_equal, fit = None if targets is None else targets.are_equal, facts.fit
             is_policy = False
             if loss < 0:
@@ -230,7 +230,7 @@ class EqualTargets(TargetsRule):
                 f"each batch has labels of its own: of the variance of labels in the first {len(means)} batches that "
             )
             text += f"were inspected, {share:.0%} is between batches, where shuffled data has next to nothing"
-            yield from self._told(0, "logits", text, "output", share=share)
+            yield from self._found_once(0, "logits", text, "output", share=share)
 
     def _judge_alike(self, are_classes: bool, is_policy: bool, may_begin: bool) -> Iterator[Finding]:
         """Judges the last batches, each with one label."""
@@ -249,7 +249,7 @@ class EqualTargets(TargetsRule):
             least = self._ALIKE if is_same else min(self._ALIKE, self._BITS + len(counts))
             is_odd = is_enough and sum(counts) >= least
         if is_odd:
-            yield from self._told(int(steps[0]) if before else 0, "logits", text, "output", labels=sum(counts))
+            yield from self._found_once(int(steps[0]) if before else 0, "logits", text, "output", labels=sum(counts))
 
 
 def _is_head(window: Window, classes: int) -> bool:
@@ -282,7 +282,7 @@ class RawTargets(TargetsRule):
     _outputs = carried(math.nan)  # the deviation of the first outputs
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        for step, _, loss, targets in () if window.run.has_rival else self.looks(window):
+        for step, _, loss, targets in () if window.run.has_other_optimizer else self.looks(window):
             if targets is None or not targets.outputs or self._is_over:
                 continue
             if math.isnan(self._outputs):
@@ -292,7 +292,7 @@ class RawTargets(TargetsRule):
             if is_error and step >= self._SOON and targets.distance > far:
                 text = f"targets differ from outputs by a root mean square of {targets.distance:.3g} or more at step "
                 text += f"{step}, but the first outputs have a standard deviation of {self._outputs:.3g}"
-                yield from self._told(0, "loss", text, distance=targets.distance, outputs=self._outputs)
+                yield from self._found_once(0, "loss", text, distance=targets.distance, outputs=self._outputs)
 
 
 class UnrelatedOutputs(TargetsRule):
@@ -326,7 +326,7 @@ class UnrelatedOutputs(TargetsRule):
     _since = carried(0)  # the last step in which outputs followed
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        for step, _, loss, targets in () if window.run.has_rival else self.looks(window):
+        for step, _, loss, targets in () if window.run.has_other_optimizer else self.looks(window):
             self._take(window, step)
             if targets is None or targets.related is None or not self._count or self._is_over:
                 continue
@@ -345,4 +345,4 @@ class UnrelatedOutputs(TargetsRule):
             self._since = step
         elif step >= self._STEPS and related < min(self._RELATED, self._FEW * error):
             text = f"the correlation of outputs and targets is {related:.2g} after {step} steps, no more than by chance"
-            yield from self._told(self._since, "loss", text, correlation=related, loss=loss)
+            yield from self._found_once(self._since, "loss", text, correlation=related, loss=loss)

@@ -185,7 +185,7 @@ class RunSettings:
         is_torchs: Whether the optimizer's steps are those of a class of torch, so that its states are what they are
             called.
         maximizes: Whether the optimizer maximizes.
-        has_rival: Whether another optimizer trains something else in turn, as in a GAN.
+        has_other_optimizer: Whether another optimizer trains something else in turn, as in a GAN.
         settings: Settings of the optimizer's groups and of modules in the newest step, by name, such as
             ``"eps of group 0"``.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
@@ -210,7 +210,7 @@ class RunSettings:
     added_decay: float = 0.0
     is_torchs: bool = True
     maximizes: bool = False
-    has_rival: bool = False
+    has_other_optimizer: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
     initial_lrs: tuple[float, ...] = ()
     planned_steps: int = 0

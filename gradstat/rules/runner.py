@@ -98,14 +98,14 @@ class RuleRunner:
             # Errors of one output in each row are of Q-learning.
             seen = window.outputs
             moves = seen.takes_one and seen.fit is not None and seen.fit.squares > 0 and finding.causes != WRONG_SIGN
-            finding = replace(finding, severity="info") if window.run.has_rival or moves else finding
+            finding = replace(finding, severity="info") if window.run.has_other_optimizer or moves else finding
         is_rise = finding.rule in _GROWS
         if not is_rise and finding.rule not in _ENDS:
             return finding
         causes, advice = self._changes.before(finding.step) if is_rise else [], finding.advice
         if causes:
             advice = ("print what changed, for the steps before it", *advice)
-        elif not window.run.has_rival and self._is_far_below(finding.step, window):
+        elif not window.run.has_other_optimizer and self._is_far_below(finding.step, window):
             causes = [*WRONG_SIGN]
         causes += (cause for cause in finding.causes if cause not in causes)
         return replace(finding, causes=tuple(causes), advice=advice)

@@ -297,7 +297,7 @@ def test_parameters_that_nobody_trains_are_told(others: str, is_told: int, is_se
 @pytest.mark.parametrize(("trains", "is_rival"), [("another", True), ("the rest", False), ("the same", False)])
 def test_an_optimizer_of_something_else_is_noticed(trains: str, is_rival: bool) -> None:
     seen: list[bool] = []
-    looks = rule("looks")(lambda _, window: seen.append(window.run.has_rival))
+    looks = rule("looks")(lambda _, window: seen.append(window.run.has_other_optimizer))
     model, critic = Net(), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.first.parameters(), lr=0.01)
     others = {"another": critic, "the rest": model.last, "the same": model.first}[trains]

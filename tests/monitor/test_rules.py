@@ -244,11 +244,13 @@ def frozen_later(rows: int) -> Story:
     return covered({}, {"frozen": ["x"]}, tables={"parameter": weights})
 
 
-def not_thawed(looks: int, rows: int = 9, thawed: int = -1, has_rival: bool = True) -> Story:
+def not_thawed(looks: int, rows: int = 9, thawed: int = -1, has_other_optimizer: bool = True) -> Story:
     """A weight with so many rows, beside one with 8, that was trainable and is frozen from the first look on."""
     frozen = [{} if look == thawed else {"frozen": ["x"], "frozen_since": ["x"]} for look in range(looks)]
     weights = Table({50 * look: [row(), row()] for look in range(looks)}, "xy", [(rows, 8), (8, 8)])
-    return covered(*frozen, every=50, tables={"parameter": weights}, run=RunSettings(has_rival=has_rival))
+    return covered(
+        *frozen, every=50, tables={"parameter": weights}, run=RunSettings(has_other_optimizer=has_other_optimizer)
+    )
 
 
 def progress(*looks: tuple[int, int]) -> Story:
@@ -589,7 +591,7 @@ MEMORIZING = np.exp(np.interp(np.arange(250), np.arange(0, 260, 10), [
     -1.93, -1.98, -1.84, -1.82, -1.91, -2.08, -2.32, -2.53, -2.71, -2.92, -3.09, -3.25, -3.37,
     -3.50, -3.69, -3.86, -3.99, -4.15, -4.41, -4.74, -5.07, -5.41, -5.77, -6.13, -6.48, -6.82,
 ])).tolist()  # fmt: skip
-RIVAL, TO_FIVE = RunSettings(has_rival=True), RunSettings(initial_lrs=(5.0,))
+RIVAL, TO_FIVE = RunSettings(has_other_optimizer=True), RunSettings(initial_lrs=(5.0,))
 PROBABILITIES = facts(activation=Activation.PROBABILITIES)
 ERRORS = [0.5, 0.6, 0.7]  # squared ones
 EVEN = [1e-5 * step for step in range(160)]
@@ -712,7 +714,7 @@ STORIES: list[tuple[Any, ...]] = [
     ("what is thawed at times -> optimizer-coverage, info 0 x: is frozen", not_thawed(9, thawed=1)),
     ("half is not thawed -> optimizer-coverage, info 0 x: is frozen", not_thawed(3, rows=8)),
     ("what is frozen at first, without a rival -> optimizer-coverage, info 0 x: is frozen",
-     not_thawed(9, has_rival=False)),
+     not_thawed(9, has_other_optimizer=False)),
     ("another one trains -> optimizer-coverage, warning 50 optimizer: was called in 2 of the last 50 steps",
      progress((0, 0), (50, 50), (2, 50)), progress((0, 0), (50, 50), (2, 49)), progress((0, 0), (50, 50), (3, 50)),
      progress((0, 0), (0, 50))),
@@ -1017,7 +1019,7 @@ STORIES: list[tuple[Any, ...]] = [
     ("minus magnitudes -> negative-loss, warning 2 loss: is -0.1: a mean or sum of numbers that are never",
      losses([0.2, 0.1, -0.1], run=RunSettings(loss_has_no_sign=True)), losses([0.2, 0.1, -0.1]),
      losses([0.2, 0.1, 0.0], run=RunSettings(loss_has_no_sign=True)),
-     losses([-0.1] * 9, run=RunSettings(loss_has_no_sign=True, has_rival=True))),
+     losses([-0.1] * 9, run=RunSettings(loss_has_no_sign=True, has_other_optimizer=True))),
     ("a loss that falls ever faster -> negative-loss, warning 32 loss: has fallen from about 0.9",
      losses(falling := [1 - 0.001 * step**2 for step in range(200)]), losses(falling[:175]),
      losses([1 - 4 * step**0.5 for step in range(200)]), losses(falling, run=RIVAL)),
@@ -1058,7 +1060,7 @@ STORIES: list[tuple[Any, ...]] = [
      learning([1.1] * 64, weights=(0.2, 0.2), later=(2.1, 1.0, 2.1))),
     ("a rate far too low -> tiny-steps, warning 0 lr: has moved by 0.03 of its norm in 193 steps, at a learning rate",
      creeping(0.029), creeping(0.031), creeping(0.029, (2.1,) * 192), creeping(0.029, (2.1,) * 129 + (1.88,) * 64),
-     creeping(0.029, has_rival=True), creeping(0.0), creeping(0.029, largest=0.5), learning((2.1,) * 193)),
+     creeping(0.029, has_other_optimizer=True), creeping(0.0), creeping(0.029, largest=0.5), learning((2.1,) * 193)),
     ("weights that stand still -> tiny-steps, warning 0 lr: has moved by 0.0009 of its norm in 193 steps",
      creeping(9e-4, (2.1,) * 129 + (1.1,) * 64), creeping(9e-4, (2.1,) * 129 + (1.0,) * 64),
      creeping(1.1e-3, (2.1,) * 129 + (1.1,) * 64)),

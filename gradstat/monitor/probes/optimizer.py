@@ -30,7 +30,7 @@ class OptimizerSteps(Probe):
     It notes the scalar ``"not_zeroed"`` if the optimizer steps with gradients that contain those of its last step.
 
     Attributes:
-        has_rival: Whether an optimizer has stepped that has none of the watched parameters.
+        has_other_optimizer: Whether an optimizer has stepped that has none of the watched parameters.
     """
 
     watch = "optimizer"
@@ -41,7 +41,7 @@ class OptimizerSteps(Probe):
         self._optimizer = run.settings.optimizer
         _optimizers.add(weakref.ref(self._optimizer, _optimizers.discard))
         self._gradient = FollowedGradient()
-        self.has_rival = False
+        self.has_other_optimizer = False
         self._steps = 0
         self._all_steps, self._age, self._asks_age = 0, math.inf, 0
         self._momentum: weakref.ref[Tensor] | None = None  # of the followed parameter
@@ -64,7 +64,9 @@ class OptimizerSteps(Probe):
             if weakref.ref(optimizer) not in _optimizers:
                 _optimizers.add(weakref.ref(optimizer, _optimizers.discard))
             first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
-            self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
+            self.has_other_optimizer = self.has_other_optimizer or (
+                bool(self._watched and first) and id(first[0]) not in self._watched
+            )
             return
         self._steps += 1
         self._all_steps += 1
