@@ -67,9 +67,9 @@ class RuleRunner:
         ``is_end``: the window has what the last step has made of the parameters, for rules that judge the end.
         """
         findings: list[Finding] = []
-        self._changes.note(window)
         # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            self._changes.note(window)
             for rule in self.rules:
                 if is_end and not rule.judges_end:
                     continue

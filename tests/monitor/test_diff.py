@@ -263,10 +263,10 @@ def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     assert "   evidence: NaN elements = 7, largest = inf" in text
     assert "   likely causes:\n     - an overflow in the forward pass\n" in text
     assert "   what to try:\n     - lower the learning rate" in text
-    told = "Recorded: steps 0 to 29; 8 gradients, 8 parameters\n\ngradstat: nothing wrong in 30 steps of GPT"
+    told = "Recorded: steps 0 to 29; series: 8 gradients, 8 parameters\n\ngradstat: nothing wrong in 30 steps of GPT"
     assert describe(run()) == told
     made = Recording(np.arange(3), {}, {kind: series(2, np.arange(3)) for kind in ("batch", "gradient", "exp_avg")})
-    assert "; 2 batches, 2 gradients, 2 exp_avg states\n" in describe(made)
+    assert ": 2 batches, 2 gradients, 2 exp_avg states\n" in describe(made)
     told = "Recorded: no steps\n\ngradstat: nothing is known about the model, since no step was seen"
     assert describe(Recording(np.zeros(0, np.int64), {}, {})) == told
 

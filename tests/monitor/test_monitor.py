@@ -189,7 +189,7 @@ def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) ->
     assert errors == [("nonfinite-gradient", 3), ("nonfinite-gradient", 35)][: 1 + skips]
     followed = ["nonfinite-loss", "nonfinite-optimizer-state", "nonfinite-parameter"]
     text = str(monitor.diagnose())
-    assert all(f"{rule} in step" in text for rule in followed) == (not skips)
+    assert all(f"{rule} by step" in text for rule in followed) == (not skips)
     assert text.count("followed by:") == (not skips)
     assert text.count("nonfinite-gradient (error)") == 1 + skips
 
