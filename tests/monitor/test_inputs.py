@@ -382,6 +382,12 @@ def hidden(x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(layer_norm(x, x.shape[1:]) @ torch.ones(4, 4).triu(), y)
 
 
+def with_two_dropouts(dropout: float, attention_dropout: float) -> nn.Module:
+    layer: Any = nn.Identity()
+    layer.dropout, layer.attention_dropout = dropout, attention_dropout
+    return layer
+
+
 def dropped(layer: nn.Module, later: float | None = None) -> list[Finding]:
     """What is told of a dropout, whose probability becomes another one."""
     model = nn.Linear(6, 4)
@@ -598,6 +604,7 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     # Settings
     "a dropout of 0.95 -> 0 layer: the dropout of layer keeps a tenth": lambda: dropped(nn.Dropout(0.95)),
     "attention with it -> 0 layer: the dropout of": lambda: dropped(nn.MultiheadAttention(4, 2, dropout=0.95)),
+    "one of its two dropouts -> 0 layer: the dropout of": lambda: dropped(with_two_dropouts(0.95, 0.0)),
     "a dropout of 0.9 -> 0 layer: the dropout of layer keeps": lambda: dropped(nn.Dropout(0.9)),
     "a dropout of 0.89 -> nothing": lambda: dropped(nn.Dropout(0.89)),
     "a dropout of 0.95 in evaluation -> nothing": lambda: dropped(nn.Dropout(0.95).eval()),

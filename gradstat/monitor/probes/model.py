@@ -77,16 +77,16 @@ _DROPOUTS = ("dropout", "attention_dropout", "dropout_p", "dropout_prob", "drop_
 
 
 def settings_of(model: nn.Module) -> dict[str, float]:
-    """What modules are set to, by name: dropouts of those in training mode, and counts of what trains."""
+    """What modules are set to, by name: the largest dropout of each in training mode, and counts of what trains."""
     settings, are_training, trained = dict[str, float](), 0, 0
     for name, module in model.named_modules():
         held = vars(module)  # not getattr, which may run code of the module
         trained += sum(p is not None and p.requires_grad for p in module._parameters.values())
         if module.training:
             are_training += 1
-            for key in ("p",) if isinstance(module, _Dropout) else _DROPOUTS:
-                if isinstance(share := held.get(key), float) and 0 <= share <= 1:
-                    settings[f"dropout of {name or 'the model'}"] = share
+            shares = [held.get(key) for key in (("p",) if isinstance(module, _Dropout) else _DROPOUTS)]
+            if shares := [share for share in shares if isinstance(share, float) and 0 <= share <= 1]:
+                settings[f"dropout of {name or 'the model'}"] = max(shares)
     return settings | {"number of modules in training mode": are_training, "number of parameters that train": trained}
 
 
