@@ -286,13 +286,8 @@ class OptimizerCoverage(Rule):
         self._frozen = {name: self._frozen.get(name, seen.step) for name in seen.value.frozen_since}
         names = [name for name, since in self._frozen.items() if since == self._first_look]
         is_long = 0 <= self._first_look <= seen.step - _FROZEN_FOR
-        if (
-            names
-            and is_long
-            and window.run.has_other_optimizer
-            and "thaw" not in self._reported
-            and _are_most(names, window)
-        ):
+        takes_turns = window.run.has_other_optimizer and "thaw" not in self._reported
+        if names and is_long and takes_turns and _are_most(names, window):
             self._reported["thaw"] = seen.step
             more = same_for(len(names))
             text = f"{names[0]} is frozen (requires_grad is False) whenever its optimizer steps, though it could train "
