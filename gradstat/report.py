@@ -30,10 +30,7 @@ _NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
 # Said of two or more gradients if those with NaN or Inf, times this, are at least as many as all.
 _NEARLY_ALL = 1.1
 _CULPRIT = "  gradstat.monitor.find_culprit(model, lambda: criterion(model(inputs), targets).backward())"
-_ORIGIN = (
-    "Nearly all gradients are affected. The cause is in the forward pass or early in the backward pass. To find it:",
-    _CULPRIT,
-)
+_ORIGIN = "{} gradients are affected. The cause is in the forward pass or early in the backward pass. To find it:"
 # Weights of which that can be said; and what is said of them.
 _FEW = 3
 _BEHIND = "the cause is in the forward pass, or in the backward pass of a later layer. To find it:"
@@ -334,7 +331,7 @@ class Report(Judged, OneRow):
         if self._what != "gradient" or not self.nan_count or len(self) < 2:
             return ()
         if len(self) <= _NEARLY_ALL * len(self.nonfinite):
-            return _ORIGIN
+            return _ORIGIN.format("All" if len(self) == len(self.nonfinite) else "Nearly all"), _CULPRIT
         last = _deepest_nan(self._infos, self._each.field("nan_count"))
         if last is None or len(self) > 2 * len(self.nonfinite):
             return ()
@@ -377,13 +374,12 @@ def nonfinite_words(stats: TensorStats) -> str:
     if stats.rank is not None:
         others = f" (of {stats.nonfinite_ranks} ranks with NaN or Inf)"
         where += f" on rank {stats.rank}{others * ((stats.nonfinite_ranks or 0) > 1)}"
-    place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
-    return f"{nan_and_inf(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, {place}"
+    return f"{nan_and_inf(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, first{where}"
 
 
 def nonfinite_line(stats: TensorStats) -> str:
-    """The tensor's name and its `nonfinite_words`, as an indented line."""
-    return f"  {printable(stats.name)}: {nonfinite_words(stats)}"
+    """The tensor's name, its `nonfinite_words`, shape and dtype, as an indented line."""
+    return f"  {printable(stats.name)}: {nonfinite_words(stats)} (shape {tuple(stats.shape)}, {stats.dtype})"
 
 
 def _at_scale(loss_scale: float | None) -> str:

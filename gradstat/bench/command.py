@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = f"{options.rounds} interleaved rounds" if options.rounds > 1 else "one round, so its spread is not known"
     block = steps.BLOCK[device.type]
     count += f" of {block} steps with one sync at the end" * (block > 1)
-    print(f"\nA training step, {count}:\n{steps.table(measured)}\n\n{conclusion(measured)}")
+    alone = "the call alone is timed inside of the step, and varies less than the ratio of whole steps"
+    print(f"\n{wrapped(f'A training step, {count}; {alone}:')}\n{steps.table(measured)}\n\n{conclusion(measured)}")
     if options.json is not None:
         content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
         with replacing(options.json) as file:

@@ -74,7 +74,7 @@ class NormAudit(Judged):
         title = (
             f"gradstat: the {norms} {listed(given, _NAMED)} that {count_of(len(self.ranks), 'rank')} reported {verb} "
         )
-        lines = [f"{title}right", f"  counted once: {', '.join(self._counted())}"]
+        lines = [f"{title}right", f"  counted: {', '.join(self._counted())}"]
         if not self.agrees:
             right = f"the norm of all gradients is {self.whole:.6g} (relative tolerance {self.tolerance:.1g})"
             lines[0] = f"{title}WRONG: {right}"

@@ -212,5 +212,8 @@ class LowPrecision:
             return f"gradstat: no finite layer was seen in {steps}; the first is the second that an optimizer takes"
         title = f"gradstat: matrix products in low precision, means of {steps}"
         unseen = [name for name in self._layers if name not in self._sums]
-        more = [f"not called in a sampled step: {listed(unseen, 8)}"] if unseen else []
+        turns = min(_TURNS, len(self._layers))
+        is_early = self._samples < turns
+        why = f"not yet measured, as a sample is of one layer in {turns}" if is_early else "not called when sampled"
+        more = [f"{why}: {listed(unseen, 8)}"] if unseen else []
         return "\n".join([title, *text_of(self.formats, table), *more])

@@ -172,8 +172,8 @@ class Diagnosis(Judged):
         followed: dict[str, list[str]] = {}
         for finding in sorted(self.findings, key=lambda one: one.step):
             cause = str(finding.evidence.get("follows"))
-            name = "learning rate" if finding.name == "lr" else finding.name
-            words = f"{finding.rule} by step {finding.step} ({name})"
+            of = "" if finding.about == "series" else f" of {finding.name}"
+            words = f"{finding.rule}{of} by step {finding.step}"
             if _follows(finding) and cause != reference_to(finding) and words not in followed.setdefault(cause, []):
                 followed[cause].append(words)
         return followed

@@ -88,7 +88,7 @@ class Finding:
         return cls(**{**fields, **lists, "evidence": dict(values["evidence"])})
 
     def __str__(self) -> str:
-        return printable(f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}")
+        return printable(f"[{self.severity}] since step {self.step}, {self.rule}: {self.text or self.name}")
 
 
 def reference_to(finding: Finding) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradstat._core.text import plain_fields, printable
+from gradstat._core.text import count_of, plain_fields, printable
 from gradstat.report import Report, nonfinite_words
 from gradstat.tensor_stats import TensorStats
 
@@ -94,13 +94,17 @@ class Culprit:
         return "\n".join(lines)
 
 
+_NAMELESS = ("self", "other", "output")  # what torch calls the operands and the result of most operations
+
+
 def _words(stats: TensorStats) -> str:
     """A tensor in one line: what is not finite in it, or its range."""
     shape = "x".join(map(str, stats.shape)) or "scalar"
-    dtype = str(stats.dtype).removeprefix("torch.")
+    name = "" if stats.name in _NAMELESS else f"{printable(stats.name)}, "
+    what = f"{name}{shape} {str(stats.dtype).removeprefix('torch.')}"
     finite = "no finite element" if not stats.finite_values else f"{stats.min + 0.0:.4g} to {stats.max + 0.0:.4g}"
-    zeros = f", {stats.zero_count:,} zero" if stats.zero_count else ""
+    zeros = f", {count_of(stats.zero_count, 'zero')}" if stats.zero_count else ""
     if stats.ok:
-        return f"{printable(stats.name)}, {shape} {dtype}: {finite}{zeros}, all finite"
-    words = f"{printable(stats.name)}: {nonfinite_words(stats)}"
+        return f"{what}: {finite}{zeros}, all finite"
+    words = f"{what}: {nonfinite_words(stats)}"
     return f"{words}; the rest {finite}{zeros}" if stats.finite_values else words

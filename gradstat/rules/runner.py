@@ -104,7 +104,7 @@ class RuleRunner:
             return finding
         causes, advice = self._changes.before(finding.step) if is_rise else [], finding.advice
         if causes:
-            advice = ("print what changed, for the steps before it", *advice)
+            advice = ("print what has changed, in the steps before it", *advice)
         elif not window.run.has_other_optimizer and self._is_far_below(finding.step, window):
             causes = [*WRONG_SIGN]
         causes += (cause for cause in finding.causes if cause not in causes)

@@ -221,12 +221,23 @@ def test_whose_steps_count() -> None:
     assert study.steps == 9
 
 
+def test_layers_whose_turn_comes_later_are_not_called_unused() -> None:
+    model = Net()
+    model.spare = nn.Linear(8, 8)
+    study = gradstat.LowPrecision(model, every=1)
+    train(model, 2)
+    assert "not yet measured, as a sample is of one layer in 4: up, down, spare" in str(study)
+    train(model, 8)
+    assert "not called when sampled: spare" in str(study)
+
+
 def test_results_reach_print_page_and_loggers(tmp_path: Path) -> None:
     model = Net()
     study = gradstat.LowPrecision(model, every=2)
     assert "no finite layer was seen in 0 sampled steps" in str(study)
     train(model, 7)
     assert all(f"{layer}: {product}" in str(study) for layer, product in EVERY)
+    assert "sampled:" not in str(study)
     page = study.write_page(tmp_path / "deep" / "page.html", "<b>").read_text()
     assert page.count("<td ") == 3 * 2 * 6
     assert "<h1>&lt;b&gt;" in page

@@ -192,7 +192,7 @@ def test_findings_of_one_only_are_listed() -> None:
     comparison = compare(a, b)
     assert comparison.same  # findings are derived from numbers, which are equal
     assert comparison.findings_b == b.findings[:1]
-    assert "Found only in the second: [warning] step 3, rule: It rose." in str(comparison)
+    assert "Found only in the second: [warning] since step 3, rule: It rose." in str(comparison)
 
 
 def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:

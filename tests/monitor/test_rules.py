@@ -1400,7 +1400,7 @@ def test_what_changed_before_a_jump_is_its_first_cause(first: str, story: Story)
     for size in (1, 7, 50):
         found = findings(new("loss-spike"), story.windows(size))[0]
         assert found.causes[0].startswith(first)
-        assert (found.advice[0] == "print what changed, for the steps before it") == (first != NO_CHANGE)
+        assert (found.advice[0] == "print what has changed, in the steps before it") == (first != NO_CHANGE)
 
 
 @pytest.mark.parametrize(
