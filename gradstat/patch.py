@@ -99,7 +99,7 @@ class Layer:
 
         ``replacement`` gets the layer as its first argument.
         """
-        self._owner, self._name, self._removed = owner, name, False
+        self._owner, self.name, self._removed = owner, name, False
 
         def function(*args: Any, **kwargs: Any) -> Any:
             return self.below(*args, **kwargs) if self._removed else replacement(self, *args, **kwargs)
@@ -116,7 +116,7 @@ class Layer:
 
     @property
     def place(self) -> str:
-        return f"{getattr(self._owner, '__name__', type(self._owner).__name__)}.{self._name}"
+        return f"{getattr(self._owner, '__name__', type(self._owner).__name__)}.{self.name}"
 
     def remove(self) -> bool:
         """Undoes the replacement. Returns False, and leaves it, if other code has put its own function on top."""
@@ -126,12 +126,12 @@ class Layer:
             above = next((layer for layer in _layers if layer.below is self._function), None)
             if above is not None:
                 above.below, above._hides = self.below, self._hides
-            elif getattr(self._owner, self._name) is not self._function:
+            elif getattr(self._owner, self.name) is not self._function:
                 return False
             elif self._hides:
-                delattr(self._owner, self._name)
+                delattr(self._owner, self.name)
             else:
-                setattr(self._owner, self._name, self.below)
+                setattr(self._owner, self.name, self.below)
             return True
 
     def choose(self, ours: _Function, tensors: Iterable[object], norm_type: object = 2.0) -> _Function:

@@ -22,6 +22,10 @@ from torch.optim import Optimizer
 Closure = Callable[[], Any]
 
 
+class ElementLimit(float):
+    """A limit of each element of the gradients, not of their norm."""
+
+
 class Listener(Protocol):
     """What a watcher implements. Errors it raises reach the user before anything is changed."""
 

@@ -127,7 +127,10 @@ def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwa
         return layer.below(parameters, *args, **kwargs)
     listed = as_list(parameters)
     # Each of torch's clips takes its limit first, under a name of its own.
-    with announce.change(listed, limit=args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))):
+    limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+    if layer.name == "clip_grad_value_" and isinstance(limit, (int, float)):
+        limit = announce.ElementLimit(limit)
+    with announce.change(listed, limit=limit):
         return layer.below(listed, *args, **kwargs)
 
 

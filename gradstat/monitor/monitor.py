@@ -21,6 +21,7 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.guard import SpikeGuard
 from gradstat.monitor import endings
 from gradstat.monitor.arguments import Settings, check_guard
+from gradstat.monitor.clips import Clips
 from gradstat.monitor.flight_file import FlightFile
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import Policies
@@ -28,7 +29,6 @@ from gradstat.monitor.recorder import Recorder
 from gradstat.monitor.responder import Responder
 from gradstat.monitor.results import Results
 from gradstat.monitor.reviewer import Reviewer
-from gradstat.monitor.scaled_clips import ScaledClips
 from gradstat.monitor.source import StepSource
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 from gradstat.recording.findings import Finding
@@ -146,7 +146,7 @@ class Monitor(Results):
         self.lock: threading.RLock = threading.RLock()  # protects everything but responses, which call users' functions
         self.is_open = True
         endings.remember(self)
-        self.clips: ScaledClips | None = None  # while it is not known how the program clips
+        self.clips: Clips | None = None  # hears how the program clips
         self._is_new = True  # no step has been taken with this scaler
         if scaler is None and settings.engine is None:
             torch_calls.seek_scaler(self)
@@ -269,8 +269,10 @@ class Monitor(Results):
             self.scaler = found
         self._is_new = False
         torch_calls.end_seeking(self)
-        if self.clips is None and self.recorder.is_scaled and engine is None and optimizer is not None:
-            self.clips = ScaledClips(self.recorder, optimizer, self.unwatched, self.source.is_loop)
+        if engine is None and optimizer is not None:
+            if self.clips is not None:
+                self.clips.remove()
+            self.clips = Clips(self.recorder, optimizer, self.unwatched, self.source.is_loop)
 
     def _not_watched(self, call: str) -> list[Finding]:
         """What calls return during a replay, and after `remove`, when one warning says that nothing is watched."""

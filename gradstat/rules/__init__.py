@@ -10,7 +10,7 @@ from gradstat.rules.beginnings import (
     SmallBatchNorm,
     TinyWeights,
 )
-from gradstat.rules.clips import LateClip, ScaledClip
+from gradstat.rules.clips import LateClip, ScaledClip, TinyClip
 from gradstat.rules.data import (
     BatchRange,
     ConstantFeature,
@@ -62,6 +62,7 @@ RULES: tuple[type[Rule], ...] = (
     GradientsNotZeroed,
     UnusedGradients,
     ScaledClip,
+    TinyClip,
     UnreducedGradients,
     ReplicaMismatch,
     NonfiniteOptimizerState,

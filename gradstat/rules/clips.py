@@ -1,4 +1,4 @@
-"""Rules about the order of calls around a clip."""
+"""Rules about clips: their limit, and the order of calls around them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Band, Rule, series
+from gradstat.rules.base import Band, Rule, carried, series
 from gradstat.rules.rows import Window
 
 
@@ -34,6 +34,46 @@ class ScaledClip(Rule):
                 text = f"gradients are clipped to {limit:g} while they still carry the loss scale of {scale:g}, which "
                 text += f"clips the true gradients to {limit / scale:.3g}"
                 yield self.found(max(step - 1, 0), "norm", text, limit=limit, loss_scale=scale)
+
+
+class TinyClip(Rule):
+    """Gradients that are clipped to 0.001 or less, a hundred times below their norm in each of 64 steps.
+
+    Steps of SGD whose learning rate makes up for it are not reported: they follow normalised gradients on purpose. In a
+    loop that calls `Monitor.step`, the first steps tell whether the program clips so.
+    """
+
+    name = "tiny-clip"
+    explains = (
+        "momentum-drift", "small-second-moment", "unchanged-parameter", "tiny-steps", "no-learning",
+        "unrelated-outputs",
+    )  # fmt: skip
+    causes = ("a clipping limit with a wrong exponent, or in another unit than the gradient norm",)
+    advice = ("clip to about the usual gradient norm, or to 1",)
+
+    # Conventions of gradstat: programs clip to 0.01 or more. A step of SGD is the rate times the limit at most.
+    _TIMES, _STEPS, _REACH = 100.0, 64, 1e-3
+
+    _norm, _least = carried(math.nan), carried(math.inf)  # of the last step, and the lowest of those in a row
+    _in_a_row = carried(0)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for row, step in enumerate(window.steps.tolist() if "tiny_clip" in window.scalars else ()):
+            # It is known of a step when the next one is measured.
+            limit, reach = window.value("tiny_clip", row), window.value("lr", row)
+            is_tiny = self._TIMES * limit < self._norm
+            is_tiny &= not (window.run.step_size == "gradient" and reach * limit > self._REACH)
+            self._in_a_row = self._in_a_row + 1 if is_tiny else 0
+            self._least = min(self._norm, self._least) if self._in_a_row > 1 else self._norm
+            self._norm = window.value("finite_norm", row)
+            if self._in_a_row == self._STEPS and self.begins("", step):
+                text = f"gradients are clipped to a norm of {limit:g} in every step, but their norm was at least "
+                text += f"{self._least:.3g} in {self._STEPS} steps: {self._least / limit:,.0f} times the limit or more"
+                yield self.found(step - self._STEPS, "norm", text, limit=limit, least=self._least)
+        if len(window.steps):
+            self._norm = window.value("finite_norm", -1)
+            if "tiny_clip" not in window.scalars:
+                self._in_a_row = 0
 
 
 class LateClip(Rule):

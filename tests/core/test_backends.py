@@ -187,7 +187,7 @@ LAYERS = {
     """,
     "gradstat.monitor": """
         unwatched options policies actions segments flight_file source ranks backward_passes
-        | endings diagnosis arguments state | probes page_data | recorder view | command log scaled_clips zeroed_passes
+        | endings diagnosis arguments state | probes page_data | recorder view | command log clips zeroed_passes
         | reviewer
         | responder | results | monitor | listener testing | __init__
     """,

@@ -443,6 +443,39 @@ def test_a_clip_of_scaled_gradients_is_told_once(how: str, way: str) -> None:
     assert found == [(0, {"limit": 1.0, "loss_scale": 1024.0})] * is_told
 
 
+TINY_CLIPS: dict[str, tuple[Clip, float]] = {  # and the norm that gradients are clipped to, 0 if nothing is told
+    "norm": (lambda p, *_: nn.utils.clip_grad_norm_(p, 1e-4), 1e-4),
+    "value": (lambda p, *_: nn.utils.clip_grad_value_(p, 1e-5), 1e-5 * 58**0.5),
+    "gradstat's": (lambda p, *_: gradstat.clip_grad_norm_(p, 1e-4), 1e-4),
+    "after unscale_": (lambda p, s, o: [s.unscale_(o), nn.utils.clip_grad_norm_(p, 1e-4)], 1e-4),
+    "usual": (lambda p, *_: nn.utils.clip_grad_norm_(p, 0.1), 0.0),
+    "some parameters": (lambda p, *_: nn.utils.clip_grad_norm_(p[:1], 1e-4), 0.0),
+    "of another model": (lambda *_: nn.utils.clip_grad_norm_([nn.Parameter(ONE)], 1e-4), 0.0),
+}
+
+
+@pytest.mark.parametrize("is_loop", [False, True], ids=["auto", "Monitor"])
+@pytest.mark.parametrize("how", TINY_CLIPS)
+def test_a_clip_to_next_to_nothing_is_told(how: str, is_loop: bool) -> None:
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "after unscale_", growth_interval=1000)
+    watching: Any = gradstat.Monitor if is_loop else gradstat.auto
+    handle = watching(model, optimizer, scaler=scaler, on_anomaly={"warning": "record"})
+    clip, limit = TINY_CLIPS[how]
+    for _ in range(70):
+        backpropagated(optimizer, scaler.scale((model(torch.randn(8, 4)) - 9).square().mean()))
+        if is_loop:
+            handle.step()
+        clip([*model.parameters()], scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    monitor = handle if is_loop else handle.monitor
+    assert bool(announce.listeners()) is (not is_loop or limit > 0)
+    monitor.flush()
+    found = [(one.step, one.evidence["limit"]) for one in monitor.findings if one.rule == "tiny-clip"]
+    assert found == [(0, pytest.approx(limit))] * (limit > 0)
+
+
 def test_gradients_that_are_unscaled_by_hand_may_be_clipped() -> None:
     """The finding waits for ``unscale_``, which then is not called."""
     model, optimizer = made()
@@ -555,7 +588,7 @@ def test_networks_of_one_model_that_take_turns_are_told_apart(watched: str, turn
 
 @pytest.mark.parametrize(
     "way",
-    ["scaled_clips.is_still_scaled", "listener.torch_calls.has_losses", "listener.torch_calls.losses_scaled_by"],
+    ["clips.is_still_scaled", "listener.torch_calls.has_losses", "listener.torch_calls.losses_scaled_by"],
 )
 def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (alone, own), (model, optimizer) = made(), made()

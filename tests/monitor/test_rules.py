@@ -492,6 +492,12 @@ def stopped(loss: float = 1.1, size: float = 0.44, gradient: float = 0.09, befor
     return replace(story, tables={**story.tables, "parameter": Table(rows)})
 
 
+def clipped(limit: float, steps: int = 65, gaps: int = 0, lr: float = 0.1) -> Story:
+    """Steps of SGD with gradients of norm 1, that are clipped in all steps but the last and ``gaps`` before."""
+    limits = [math.nan, *[limit] * (steps - 1 - gaps), *[math.nan] * gaps]
+    return series("tiny_clip", limits, RunSettings(step_size="gradient"), finite_norm=[1.0] * steps, lr=[lr] * steps)
+
+
 def alone(losses: Sequence[float], **run: Any) -> Story:
     """As `learning`, of outputs that are not known to be those of classes, as hidden values."""
     seen = [Observation("outputs", 0, fitted(2.0))]
@@ -1001,6 +1007,8 @@ STORIES: list[tuple[Any, ...]] = [
      series("scaled_clip", [math.nan, math.nan, 31.0, 31.0], loss_scale=[1024.0] * 4),
      series("scaled_clip", [33.0] * 4, loss_scale=[1024.0] * 4), series("scaled_clip", [1.0] * 4, loss_scale=[1.0] * 4),
      series("scaled_clip", [1.0] * 4)),
+    ("a clip to next to nothing -> tiny-clip, warning 0 norm: their norm was at least 1 in 64 steps: 10,000 times the",
+     clipped(1e-4), clipped(1e-4, 64), clipped(0.011), clipped(1e-4, gaps=1), clipped(1e-4, lr=20.0)),
     ("a loss at chance -> no-learning, warning 0 loss: is 2.1 after 256 steps; guessing among 8 classes gives 2.079",
      learning([2.1] * 300), learning([2.1] * 255), learning([2.1] * 300, right=0.6), learning([1.0] * 300),
      learning([2.1] * 300, is_seen=False), alone([2.1] * 300, loss_is_sum=True),

@@ -1,7 +1,8 @@
-"""`ScaledClips`: hears in the first steps whether gradients are clipped before a loss scaler unscales them."""
+"""`Clips`: hears whether gradients are clipped to next to nothing, or before a loss scaler unscales them."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradstat._core.announce import Closure
+from gradstat._core.announce import Closure, ElementLimit
 from gradstat._step import torch_calls
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.optimizers import unwrapped
@@ -17,15 +18,18 @@ from gradstat.monitor.probes.optimizer import ids_of
 from gradstat.monitor.recorder import Recorder
 from gradstat.monitor.unwatched import Unwatched
 
-# So many times gradients are unscaled until it listens no more: a program makes its calls in one order in all steps.
+# So many steps are heard until it listens no more, unless one had a tiny limit: a program makes its calls in one order
+# in all steps.
 _STEPS = 16
+_TINY = 1e-3  # the largest limit that is noted; programs clip to norms from 0.01 to 10
 
 
-class ScaledClips:
-    """Notes the scalar ``"scaled_clip"``, the limit of a clip, if gradients are clipped and unscaled afterwards.
+class Clips:
+    """Notes the limit of a clip, as the scalar ``"tiny_clip"`` if it is tiny, and in the first steps as another.
 
-    In this order, since a program may also unscale by hand before it clips. It hears torch's clips and gradstat's, in
-    the thread that trains, and reads no gradient.
+    That is ``"scaled_clip"``, if gradients are clipped and unscaled afterwards: in this order, since a program may also
+    unscale by hand before it clips. It hears torch's clips and gradstat's, in the thread that trains, and reads no
+    gradient.
 
     Attributes:
         optimizer: Whose gradients it watches.
@@ -34,9 +38,9 @@ class ScaledClips:
 
     def __init__(self, recorder: Recorder, optimizer: Optimizer, unwatched: Unwatched, listens: bool) -> None:
         """For the scaler of ``recorder``; unless it ``listens``, another listener passes on what that one hears."""
-        self.optimizer, self._recorder, self._scaler = unwrapped(optimizer), recorder, recorder.scaler
-        self._unwatched = unwatched
-        self._watched = ids_of(optimizer)
+        self.optimizer, self._recorder, self._unwatched = unwrapped(optimizer), recorder, unwatched
+        self._scaler = recorder.scaler if recorder.is_scaled else None
+        self._watched, self._is_tiny = ids_of(optimizer), False
         self._thread, self._left, self.is_over = threading.get_ident(), _STEPS, False
         self._clipped: set[int] = set()  # ids of parameters whose gradients were clipped since the step was measured
         self._limit: Any = None
@@ -49,26 +53,36 @@ class ScaledClips:
         torch_calls.leave(self)
 
     def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any, limit: Any) -> None:
-        """Notes a clip of gradients that nothing has unscaled, once they are unscaled."""
-        if self._left and self._thread == threading.get_ident():
+        """Notes a tiny limit at once, and a clip of gradients that nothing has unscaled once they are unscaled."""
+        is_tiny = scaler is None and isinstance(limit, (int, float)) and limit <= _TINY
+        is_open = self._left > 0 and self._scaler is not None
+        if (is_open or is_tiny) and self._thread == threading.get_ident():
             with self._unwatched.suppress_errors(0, "the order of clips and loss scalers could not be tracked"):
-                self._hear(parameters, scaler, limit)
+                those = set(map(id, parameters))
+                if is_tiny and not self.is_over and self._watched <= those:
+                    self._is_tiny = True
+                    is_of_elements = isinstance(limit, ElementLimit)
+                    numel = sum(parameter.numel() for parameter in parameters) if is_of_elements else 1
+                    self._recorder.note("tiny_clip", limit * math.sqrt(numel))
+                if is_open and not self._watched.isdisjoint(those):
+                    self._hear(those, scaler, limit)
 
-    def _hear(self, parameters: Sequence[Tensor], scaler: Any, limit: Any) -> None:
-        those = set(map(id, parameters))
-        if self._watched.isdisjoint(those):
-            return
+    def _hear(self, those: set[int], scaler: Any, limit: Any) -> None:
         if scaler is None and not is_still_scaled(self._scaler, self.optimizer):
-            self.remove()  # the program clips what it has unscaled
+            self._end(_STEPS)  # the program clips what it has unscaled
         elif scaler is None and not self.is_over:
             self._clipped, self._limit = those, limit
         elif scaler is self._scaler:
             if not self._clipped.isdisjoint(those) and isinstance(self._limit, (int, float)):
                 self._recorder.note("scaled_clip", float(self._limit))
             self._clipped = set()
-            self._left -= 1
-            if not self._left:
-                self.remove()
+            self._end(1)
+
+    def _end(self, count: int) -> None:
+        """Counts steps that were heard; it hears no more if these are enough, unless a limit was tiny."""
+        self._left = max(self._left - count, 0)
+        if not self._left and not self._is_tiny:
+            self.remove()
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Is no concern of this listener, as a backward pass is none."""
@@ -87,3 +101,5 @@ class ScaledClips:
         """Notes that the gradients are used."""
         if optimizer is self.optimizer:
             self.is_over, self._clipped = True, set()
+            if self._scaler is None:
+                self._end(1)
