@@ -713,6 +713,58 @@ def test_weights_that_all_begin_constant_are_told_and_last_layers_are_not(consta
     assert any("are equal at the start" in found.text for found in monitor.findings) == (constant == "all")
 
 
+class _Parts(nn.Module):
+    """Layers without a bias, of which each may begin at a wrong scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves, self.table = nn.Linear(2, 16), nn.Embedding(8, 128)
+        self.conv, self.cell = nn.Conv1d(1, 8, 3, bias=False), nn.GRUCell(128, 16, bias=False)
+        self.attention, self.project = nn.MultiheadAttention(16, 2, bias=False), nn.Linear(32, 16, bias=False)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolved, cell = self.conv(x[:, None]).flatten(1), self.cell(self.table((2 * x[:, 0]).abs().long()))
+        hidden = cell + self.project(convolved) + torch.sin(self.waves(x[:, :2]))
+        return self.head(hidden + self.attention(*[hidden[:, None]] * 3)[0][:, 0])
+
+
+_FAR, _BIASED = "preserves activations' scale", "are -100 at the start"
+# By parameter: by what it is multiplied, what it is filled with, the mean of targets, and what is told.
+BEGINNINGS: dict[str, tuple[str, float, float | None, float, str]] = {
+    "a linear layer": ("project.weight", 30, None, 0, _FAR),
+    "a cell": ("cell.weight_ih", 50, None, 0, _FAR),
+    "attention": ("attention.in_proj_weight", 30, None, 0, _FAR),
+    "a usual gain": ("project.weight", 5, None, 0, ""),
+    "waves of coordinates": ("waves.weight", 30, None, 0, ""),
+    "an embedding": ("table.weight", 1, None, 0, ""),
+    "a layer drawn as an embedding": ("cell.weight_ih", 0, 1.0, 0, ""),
+    "the bias of a head": ("head.bias", 0, -100.0, 0, _BIASED),
+    "the bias of waves": ("waves.bias", 0, -100.0, 0, _BIASED),
+    "the mean of the targets": ("head.bias", 0, -100.0, -100, ""),
+    "a usual bias": ("head.bias", 0, -10.0, 0, ""),
+}
+
+
+@pytest.mark.parametrize(("name", "times", "value", "mean", "told"), BEGINNINGS.values(), ids=BEGINNINGS)
+def test_weights_and_biases_that_begin_far_off_are_told(
+    name: str, times: float, value: float | None, mean: float, told: str
+) -> None:
+    torch.manual_seed(0)
+    model = _Parts()
+    with torch.no_grad():
+        parameter = model.get_parameter(name)
+        if value is None:
+            parameter.mul_(times)
+        elif parameter.dim() > 1:
+            parameter.normal_()
+        else:
+            parameter.fill_(value)
+    loss = lambda step: (model(normal(step)) - normal(step)[:, :3] - mean).square().mean()  # noqa: E731
+    found = of_rules(trained(model, loss, 3, adamw(model)), "parameter-jump")
+    assert [(one.name, one.severity, told in one.text) for one in found] == [(name, "warning", True)] * bool(told)
+
+
 # Large outputs, of which a sample is read -----------------------------------------------------------------------------
 
 

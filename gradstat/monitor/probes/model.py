@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd as _Dropout
 
 from gradstat._core.parameters import NamedParameters
@@ -12,12 +13,14 @@ from gradstat.monitor.probes.base import Pending, Probe, Run
 from gradstat.monitor.probes.graph import LossGraph
 from gradstat.monitor.probes.optimizer import ids_of_all
 
+# Modules whose weights multiply what they get, unlike an embedding's, which may have any size.
+_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, _ConvNd)
 # When parameters in the graph of the first loss have got updates, if anybody trains them.
 _LOOK = 16
 
 
 class ModelFacts(Probe):
-    """Observes once what the graph of the first loss says.
+    """Observes what the graph of the first loss says, and whose weights are a layer's.
 
     Among it is whom nobody trains: parameters in the graph of the first loss or the first outputs that have got
     gradients and no update since, and are neither watched nor in a watched optimizer. One that is not watched may train
@@ -45,6 +48,11 @@ class ModelFacts(Probe):
         self._graph = LossGraph.of(losses)
         self.run.leaves["loss"], self.loss_is_sum = self._graph.leaves, self._graph.is_sum
         self.loss_has_no_sign = self._graph.has_no_sign
+
+    def begin(self, step: Pending, named: NamedParameters) -> None:
+        layers = {id(p) for one in self.run.model.modules() if isinstance(one, _LAYERS) for p in one.parameters(False)}
+        pairs = zip(named.names(), named.parameters, strict=True)
+        step.observe("layers", [name for name, parameter in pairs if id(parameter) in layers])
 
     def take(self, step: Pending, named: NamedParameters) -> None:
         if self.run.leaves.get("loss"):
