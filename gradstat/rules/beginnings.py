@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, sizes_of_weights
+from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, series, sizes_of_weights
 from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
 from gradstat.rules.rows import Floats, Rows, Window
 
 
 class HeavyDropout(Rule):
-    """A dropout layer that keeps at most a tenth of its input."""
+    """A dropout that keeps at most a tenth of its input: a layer, or a function in the model's first forward pass."""
 
     name = "heavy-dropout"
     explains = ("loss-spike", "exploding-gradient", "no-learning", "unrelated-outputs")
@@ -32,6 +32,11 @@ class HeavyDropout(Rule):
             self.begins(modules[0], step)
             text = f"the dropout of {modules[0]} keeps a tenth of its input or less" + same_for(len(modules))
             yield self.found(step, modules[0], text, "module", modules=modules[:20])
+        for step, share in series(window, "dropped"):
+            if share > self._DROPS - 1e-6 and not self._episodes:  # it was computed from what is left, in 32 bits
+                self.begins("dropped", step)
+                text = f"a dropout of the forward pass sets {share:.3g} of its input to zero"
+                yield self.found(step, "dropped", text, share=share)
 
 
 class IdleBatchNorm(RowsRule):

@@ -10,9 +10,10 @@ from helpers.training import RECORD, serious
 from torch import Tensor, nn
 from torch.distributions import Beta, Gamma, Independent, Laplace, Normal
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gradstat
-from gradstat.monitor.probes.graph import LossGraph
+from gradstat.monitor.probes.graph import LossGraph, dropped_by, leaves_of
 
 X = torch.linspace(0.1, 0.9, 12).reshape(4, 3)
 Of = Callable[[Tensor, Tensor], Tensor]
@@ -239,3 +240,28 @@ def test_weights_that_are_changed_when_a_run_is_over_are_not_judged(change: Call
         with torch.no_grad():
             change(model.weight)
     assert handle.monitor.findings == []
+
+
+# What is done to numbers -> the share that it sets to zero.
+DROPPED: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "a function": (lambda x: F.dropout(x, 0.95), 0.95),
+    "a layer in place": (lambda x: nn.Dropout(0.9, inplace=True)(x + 0), 0.9),
+    "in 16 bits": (lambda x: F.dropout(x.bfloat16(), 0.95), 0.95),
+    "of channels": (lambda x: F.dropout1d(x, 0.9), 0.9),
+    "of attention": (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.9), 0.9),
+    "the usual share": (lambda x: F.dropout(x, 0.1), 0.1),
+    "in eval mode": (lambda x: F.dropout(x, 0.95, training=False) * 2, 0.0),
+    "a mask": (lambda x: x * (torch.arange(16) % 2 * 10.0), 0.0),
+    "a factor": (lambda x: x * torch.full((16,), 20.0).expand(64, 4, 16), 0.0),
+    "checkpointed": (lambda x: checkpoint(F.dropout, x, 0.95, use_reentrant=False), 0.0),
+}
+
+
+@pytest.mark.parametrize(("computed", "share"), DROPPED.values(), ids=DROPPED)
+def test_what_a_dropout_sets_to_zero_is_in_the_graph(computed: Callable[[Tensor], Tensor], share: float) -> None:
+    torch.manual_seed(0)
+    outputs, shares = computed(torch.randn(64, 4, 16, requires_grad=True)), [0.0]
+    leaves_of(outputs, lambda node: shares.append(dropped_by(node)))
+    assert max(shares) == pytest.approx(share, rel=1e-3)
+    outputs.float().sum().backward()
+    leaves_of(outputs, dropped_by)  # what was saved is gone

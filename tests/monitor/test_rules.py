@@ -311,6 +311,13 @@ def decaying(loss: float, size: float, decay: float = 0.1, when: int = 100, rate
     return replace(story, settings={0: {"weight_decay of group 0": decay}})
 
 
+def forgetting(decay: float, steps: int = 53, group: int = 0, second: float = math.nan, **run: Any) -> Story:
+    """A decay that takes this share of weights from step 5 on, when the rate has risen to 1; the ``second`` group's."""
+    rates, settings = [0.0] * 5 + [1.0] * (steps - 5), {f"weight_decay of group {group}": decay}
+    story = series("lr", rates, RunSettings(**{"step_size": "rate", **run}), **{"lr[1]": [second] * steps})
+    return replace(story, settings={0: settings})
+
+
 def mistaken(right: float) -> Story:
     """A loss of 100 labels, of which it may be the sum, and certain predictions of which so many are right."""
     facts = OutputFacts(certain=0.9, right=right, classes=8, labels=100)
@@ -626,6 +633,9 @@ STORIES: list[tuple[Any, ...]] = [
     ("zero inputs -> batch-range, warning 0 input[0]: has been 0 everywhere since the first step", zero_inputs(20),
      zero_inputs(19), zero_inputs(20, "input[1]"), zero_inputs(20, shape=(64,)),
      zero_inputs(20, "input[0]", "input[1]"), zero_inputs(20, size=1.0)),
+    ("tiny inputs -> batch-range, warning 0 input[0]: a standard deviation of 0.0049 and no magnitude above 0.0049",
+     zero_inputs(20, size=0.0049), zero_inputs(19, size=0.0049), zero_inputs(20, size=0.0051),
+     zero_inputs(20, "input[0]", "input[1]", size=0.0049)),
     ("inputs in a raw scale -> batch-range, warning 0 input[0]: the loss began at 20 and was 1.9 after 64",
      unscaled(), unscaled(spread=19.0), unscaled(reaches=0.1), unscaled(later=2.1), unscaled(bias="b.bias")),
     ("a label too many -> label-out-of-range, error 3 batch[1]: the labels batch[1] run from 0 to 4; expected 0 to 3",
@@ -698,6 +708,11 @@ STORIES: list[tuple[Any, ...]] = [
      warming([*EVEN[:100], *[1e-3] * 60], 0.0, loss=0.81, ends=True)),
     ("a decay that outweighs gradients -> heavy-decay, warning 0 weight_decay: added 1.2 times its gradient",
      pulled(0.12), pulled(0.05), pulled(0.12, later=0.91), pulled(0.12, gradients=(0.3, 0.1)), pulled(0.0)),
+    ("a decay that takes half in 138 steps -> heavy-decay, warning 5 weight_decay: takes 0.005 of each weight",
+     forgetting(5.01e-3), forgetting(4.99e-3), forgetting(5.01e-3, 52), forgetting(5.01e-3, step_size=""),
+     forgetting(5.01e-3, added_decay=1.0)),
+    ("a decay of a second group -> heavy-decay, warning 5 weight_decay: takes 0.005 of each weight in a step",
+     forgetting(5.01e-3, group=1), forgetting(5.01e-3, group=1, second=0.1)),
     ("a weight that is lost -> not-restored, warning 30 a: when the monitor's state was saved: its norm was 4",
      restored(norm=3.7), restored(norm=3.9), restored(norm=3.7, numel=65.0), restored(norm=3.7, rank=1)),
     ("weights that are lost -> not-restored, error 30 a: the same holds for 2 more",
@@ -1108,6 +1123,8 @@ STORIES: list[tuple[Any, ...]] = [
      seen("normalised", 2), seen("normalised", 3), seen("normalised", 0)),
     ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: keeps a tenth of its input or less; the same holds",
      set_to({"dropout of a.drop": 0.9, "dropout of b.drop": 1.0}), set_to({"dropout of a.drop": 0.89})),
+    ("a dropout that is a function -> heavy-dropout, warning 0 dropped: sets 0.9 of its input to zero",
+     series("dropped", [0.9, math.nan]), series("dropped", [0.89, math.nan])),
     ("a batch norm in eval mode -> idle-batch-norm, warning 0 a: eval mode: its running mean and variance are still 0",
      normalised(), normalised(variance=0.9), normalised(mean=0.1), normalised(steps=50), normalised(gradient=0.0)),
     ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: come from a sigmoid",

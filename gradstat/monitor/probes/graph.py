@@ -28,6 +28,8 @@ _WHOLE: _Part = (0, 0, 1)
 # Functions in a graph that are looked at; so many take a fifth of a second.
 _MOST_NODES = 100_000
 
+_ENOUGH = 64  # elements that tell a dropout
+
 # Functions that move elements or cast them, and those that take some of them.
 _MOVES = {
     "Alias", "Cat", "Clone", "Expand", "Permute", "Repeat", "ReshapeAlias", "Squeeze", "Stack", "T", "ToCopy",
@@ -123,6 +125,26 @@ def leaves_of(computed: Tensor, visit: Callable[[Any], object] = id) -> Leaves:
                     found.append((weakref.ref(leaf), leaf._version, metadata[0].dtype if metadata else None))
                 waiting.append(behind)
     return found
+
+
+def dropped_by(node: Any) -> float:
+    """The share of its input that a dropout sets to zero; 0 for another function, or if it is not known.
+
+    It is known before the backward pass. On the CPU a dropout is a product with a tensor of two values.
+    """
+    name = _name(node)
+    if name == "NativeDropout":
+        return float(node._saved_p)
+    if name != "Mul":
+        return float(getattr(node, "_saved_dropout_p", 0.0))
+    saved = node._raw_saved_other if node.next_functions[1:] and node.next_functions[1][0] is None else None
+    # What a hook has packed, as of checkpointing, is not asked for: that may run the forward pass again.
+    factor = saved.data if saved is not None and getattr(saved, "unpack_hook", saved) is None else None
+    if type(factor) is not Tensor or not factor.is_cpu or factor.numel() < _ENOUGH:
+        return 0.0
+    times, count = factor.detach().max(), factor.count_nonzero()
+    is_mask = times > 1 and ((factor == 0) | (factor == times)).all() and count * times < 2 * factor.numel()
+    return 1 - 1 / float(times) if is_mask else 0.0
 
 
 def _name(node: Any) -> str:
