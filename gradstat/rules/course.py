@@ -10,7 +10,7 @@ from typing import Any
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Rule, carried, median
-from gradstat.rules.rows import Window
+from gradstat.rules.rows import Bools, Rows, Window
 
 # Thresholds of the rules on learning are conventions of gradstat, where nothing else is said.
 
@@ -108,6 +108,20 @@ def change_in_words(grown: float) -> str:
     if grown < SHRUNK:
         return f"the norm of all weights has shrunk to {grown:.2g} times its first value"
     return f"the norm of all weights has grown to {grown:.3g} times its first value" if grown > GROWN else ""
+
+
+# Fresh tensors have no element beyond so many times their root mean square. That of a uniform distribution is 1.73;
+# trained ones exceed 2.5. Of a few elements that may be chance.
+_EVEN, _ENOUGH = 1.9, 16
+
+
+def look_fresh(rows: Rows, row: int, judged: Bools) -> bool:
+    """Whether half of the weights ``judged`` are uniform, or half of other parameters constant, as fresh ones are."""
+    judged, is_matrix = judged & (rows.tensors.numel >= _ENOUGH), rows.tensors.matrices
+    is_even = rows.max_abs[row] <= _EVEN * rows.rms[row]
+    is_constant = rows.field("min")[row] == rows.field("max")[row]
+    groups = is_even[judged & is_matrix], is_constant[judged & ~is_matrix]
+    return any(len(group) and group.mean() >= 0.5 for group in groups)
 
 
 def norms_of_weights(window: Window) -> list[tuple[int, float]]:

@@ -25,10 +25,11 @@ from gradstat.rules.course import (
     SPAN,
     LearningRule,
     change_in_words,
+    look_fresh,
     norms_of_weights,
 )
 from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
-from gradstat.rules.rows import Bools, Rows, Window
+from gradstat.rules.rows import Window
 
 _EPS = "an optimizer eps that is far too large, or a loss that is multiplied by almost 0"
 _USUAL_EPS = "use the optimizer's usual eps: 1e-8 for Adam"
@@ -212,9 +213,6 @@ class TinySteps(LearningRule):
     # Fresh weights come to 0.08 or more in 52 public programs, and to 0.02 at a rate a thousand times too low.
     _FRESH, _TRAINED, _SLOW = (0.03, FLAT), (5e-4, 0.99), (5e-3, CHANCE)
     _STILL = 1e-3, 0.5  # fresh weights, and losses that vary as much as they could have fallen
-    # Fresh tensors have no element beyond so many times their root mean square. That of a uniform distribution is 1.73;
-    # trained ones exceed 2.5.
-    _EVEN, _ENOUGH = 1.9, 16
     _RATE = 1e-3  # from which on one of SGD is usual, so that gradients are blamed first
     _LONG = 40_000  # steps of a warm-up whose end the scheduler knows; that of wav2vec 2.0 takes 32,000
 
@@ -234,7 +232,7 @@ class TinySteps(LearningRule):
             is_trained, now = gradients.of(rows.names).max_abs[-1] > 0, directions(rows, row)
             before = self._sums.values_for(rows.names), self._ranges.values_for(rows.names)
             if self._began < 0:
-                self._began, self._are_fresh = self._count, self._look_fresh(rows, row, is_trained)
+                self._began, self._are_fresh = self._count, look_fresh(rows, row, is_trained)
                 before[0][:], before[1][:] = now
             if self._count - self._began >= (self._RISING if self._is_warm_up else self._STEPS):
                 self._is_over, is_trained = True, is_trained & rows.tensors.matrices
@@ -244,14 +242,6 @@ class TinySteps(LearningRule):
                     numel = int(rows.tensors.numel[is_trained].sum())
                     yield from self._judge_moves(window, int(window.steps.searchsorted(step)), median(moves), numel)
                 return
-
-    def _look_fresh(self, rows: Rows, row: int, is_trained: Bools) -> bool:
-        """Whether half of the weights are uniform, or half of the other parameters constant, as fresh ones are."""
-        judged, is_matrix = is_trained & (rows.tensors.numel >= self._ENOUGH), rows.tensors.matrices
-        is_even = rows.max_abs[row] <= self._EVEN * rows.rms[row]
-        is_constant = rows.field("min")[row] == rows.field("max")[row]
-        groups = is_even[judged & is_matrix], is_constant[judged & ~is_matrix]
-        return any(len(group) and group.mean() >= 0.5 for group in groups)
 
     def _judge_moves(self, window: Window, row: int, moved: float, numel: int) -> Iterator[Finding]:
         rate, first, now = window.value("lr", row), median(self._first), median(self._recent)

@@ -16,6 +16,7 @@ from gradstat.guard import OF_MEDIAN, THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
 from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, numbered, same_for, series
+from gradstat.rules.course import look_fresh
 from gradstat.rules.rows import Floats, Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
@@ -187,6 +188,8 @@ _KEEP = (
 )
 
 
+_UNTRAINED_YET = ", and looks newly initialised: nothing has trained it"
+_NOT_LOADED = "a checkpoint that was not loaded before its layers were frozen, or more frozen layers than were meant"
 _NOT_THAWED = ("a network that was frozen while another one trains, and not unfrozen for its own steps",)
 _THAW = ("call requires_grad_(True) on the network before its own steps",)
 # Frozen on purpose for so many steps of its optimizer is rare in programs whose networks take turns.
@@ -205,7 +208,8 @@ class OptimizerCoverage(Rule):
 
     It is an info for parameters without gradients that are not in the optimizer, such as a target network, for those
     that are trained though they are not the model's, and for frozen ones. Frozen parameters are a warning if they are
-    most of the model and were trained before, or are between layers of the same kind that train. Where networks train
+    most of the model and were trained before, if they are half of its weights and look newly initialised, or if they
+    are between layers of the same kind that train. Where networks train
     in turn, as in a GAN, they are one if they could train at first and stay frozen for a hundred steps.
     """
 
@@ -258,13 +262,17 @@ class OptimizerCoverage(Rule):
                 names = [name for name in parameters if f"{key} {name}" not in self._reported]
                 if names:
                     inner = _inner(names, window) if key == "frozen" else []
+                    is_new = key == "frozen" and _look_new(names, window)
                     is_late = key == "frozen" and seen.step > self._first_look and _are_most(names, window)
-                    severity = self.severity if inner or is_late else severity
+                    severity = self.severity if inner or is_late or is_new else severity
                     names = [*inner, *(name for name in names if name not in inner)]
                     self._reported |= {f"{key} {name}": seen.step for name in names}
                     more = same_for(len(names))
-                    text = f"{names[0]} {words}{', between layers that train' * bool(inner)}{more}"
-                    yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
+                    where = ", between layers that train" if inner else _UNTRAINED_YET * (is_new and not is_late)
+                    causes = self.led_by(_NOT_LOADED) if is_new and not is_late else None
+                    evidence: dict[str, Any] = {"what": key, "parameters": names[:20]}
+                    text = f"{names[0]} {words}{where}{more}"
+                    yield self.found(seen.step, names[0], text, "parameter", severity, causes, **evidence)
 
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
         """Reports an optimizer that has taken steps, and takes none any more while its parameters change."""
@@ -317,6 +325,15 @@ def _inner(frozen: list[str], window: Window) -> list[str]:
         if twins and min(twins) < numbers < max(twins):
             inner.append(name)
     return sorted(inner, key=frozen.index)
+
+
+def _look_new(names: list[str], window: Window) -> bool:
+    """Whether the parameters ``names`` have half of all weights, or more, and look newly initialised."""
+    rows = window.latest.get("parameter")
+    if rows is None:
+        return False
+    which, are_weights = np.isin(rows.names, names), rows.tensors.matrices
+    return bool(2 * (which & are_weights).sum() >= are_weights.sum()) and look_fresh(rows, -1, which)
 
 
 def _are_most(names: list[str], window: Window) -> bool:

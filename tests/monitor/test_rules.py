@@ -238,16 +238,18 @@ def restored(of: str = "a", kind: str = "parameter", loss: float = 0.0, ranks: i
     return replace(seen("restored", pair, first=30), scalars={"loss": [4.0] + [1.0] * 29 + [loss] * 5})
 
 
-def frozen_later(rows: int) -> Story:
-    """A weight with so many rows, beside one with 8."""
-    weights = Table({0: [row(), row()]}, "xy", [(rows, 8), (8, 8)])
-    return covered({}, {"frozen": ["x"]}, tables={"parameter": weights})
+def frozen(*looks: Sequence[str], rows: int = 9, largest: float = 3.0, names: str = "xy") -> Story:
+    """In each look, which parameters are frozen of a weight with so many rows and others with 8."""
+    weights = [row(max=largest, min=-largest) for _ in names]
+    table = Table({0: weights}, names, [(rows, 8), *[(8, 8)] * (len(names) - 1)])
+    return covered(*({"frozen": look} for look in looks), tables={"parameter": table})
 
 
 def not_thawed(looks: int, rows: int = 9, thawed: int = -1, has_other_optimizer: bool = True) -> Story:
     """A weight with so many rows, beside one with 8, that was trainable and is frozen from the first look on."""
     frozen = [{} if look == thawed else {"frozen": ["x"], "frozen_since": ["x"]} for look in range(looks)]
-    weights = Table({50 * look: [row(), row()] for look in range(looks)}, "xy", [(rows, 8), (8, 8)])
+    trained = [row(max=3.0, min=-3.0)] * 2
+    weights = Table({50 * look: trained for look in range(looks)}, "xy", [(rows, 8), (8, 8)])
     return covered(
         *frozen, every=50, tables={"parameter": weights}, run=RunSettings(has_other_optimizer=has_other_optimizer)
     )
@@ -727,8 +729,12 @@ STORIES: list[tuple[Any, ...]] = [
      covered({"unused": ["x"]})),
     ("what is frozen -> optimizer-coverage, info 0 x: is frozen", covered({"frozen": ["x"]})),
     ("what is frozen later -> optimizer-coverage, info 5 x: is frozen", covered({}, {"frozen": ["x"]})),
-    ("most of the model is frozen later -> optimizer-coverage, warning 5 x: is frozen", frozen_later(9)),
-    ("half of the model is frozen later -> optimizer-coverage, info 5 x: is frozen", frozen_later(8)),
+    ("most of the model is frozen later -> optimizer-coverage, warning 5 x: is frozen", frozen("", "x")),
+    ("half of the model is frozen later -> optimizer-coverage, info 5 x: is frozen", frozen("", "x", rows=8)),
+    ("trained weights are frozen -> optimizer-coverage, info 0 x: is frozen", frozen("x")),
+    ("new weights are frozen -> optimizer-coverage, warning 0 x: and looks newly initialised: nothing has trained it",
+     frozen("x", rows=2, largest=1.7)),
+    ("few new weights are frozen -> optimizer-coverage, info 0 x: is frozen", frozen("x", largest=1.7, names="xyz")),
     ("what is not thawed -> optimizer-coverage, info 0 x: is frozen + warning 0 x: whenever its optimizer steps",
      not_thawed(3)),
     ("what is thawed later -> optimizer-coverage, info 0 x: is frozen", not_thawed(2)),
