@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, series, sizes_of_weights
-from gradstat.rules.course import CHANCE, HALF, LOWER, RATES, SOON, LearningRule
+from gradstat.rules.course import LOWER, RATES, SOON, LearningRule
 from gradstat.rules.rows import Floats, Rows, Window
 
 
@@ -147,33 +147,25 @@ class ConstantWeights(LearningRule):
 
 
 class TinyWeights(LearningRule):
-    """Most weights are initialised far too small, and the loss has not fallen in the first 48 steps."""
+    """Most weights are initialised far too small."""
 
     name = "tiny-weights"
+    explains = ("no-learning", "unrelated-outputs", "small-second-moment")
     causes = ("an initialisation with a factor or a standard deviation far too small",)
     advice = ("initialise each weight with a standard deviation of about 1 / sqrt(number of inputs)",)
 
-    # Of the median size; that of the healthy programs of the tests is 0.05 or more.
+    # Of the median size; that of healthy programs, of the tests and of others, is 0.05 or more.
     _SMALL = 0.02
 
-    _size, _weight = carried(math.nan), carried("")  # the median, and the first one
-
     def judge(self, window: Window) -> Iterable[Finding]:
-        first = _first_sizes(window) if math.isnan(self._size) else None
-        if first is not None:
-            self._size, self._weight = (median(first[1]), first[0][0]) if first[0] else (math.inf, "")
-        for _ in self._follow(window):
-            if self._count < SOON + HALF:
-                continue
-            self._is_over, now = True, median(self._recent[-HALF:])
-            # A loss may also begin at 0, and rise.
-            is_flat = now > CHANCE * self._chance > 0.01 * now
-            if is_flat and self._size < self._SMALL and not window.run.has_other_optimizer:
-                text = f"half of the weights begin with at most {self._size:.2g} times the standard deviation that "
-                text += f"preserves the scale of activations; the loss is {now:.4g} after {self._count} steps and "
-                text += f"began at {self._first[0]:.4g}"
-                yield from self._found_once(0, self._weight, text, "parameter", size=self._size)
+        first = _first_sizes(window)
+        if first is None:
             return
+        self._is_over = True
+        if first[0] and (size := median(first[1])) < self._SMALL:
+            text = f"half of the weights begin with at most {size:.2g} times the standard deviation that preserves the "
+            text += "scale of activations"
+            yield from self._found_once(0, first[0][0], text, "parameter", size=size)
 
 
 _MARGIN = 10.0  # by which the logit of a certain prediction exceeds others
