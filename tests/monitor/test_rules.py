@@ -599,6 +599,7 @@ SETTLED = [1.0] * 20 + [0.1] * 108
 HIGH = [1.6 + 44 * math.exp(-i / 15) + 0.05 * (-1) ** i for i in range(160)] + [4.0] * 40
 CHANGING_SIGN = [*(math.exp(1.5 * math.sin(i * 1.7)) * (-1) ** (i // 5) for i in range(96)), *[15.0] * 5]
 CLIMBS = noisy([*np.linspace(1, 0.1, 100), *[0.1] * 100, *np.linspace(0.1, 0.9, 200)], 0.02)
+SCATTERED = noisy([*[5.0] * 20, *np.linspace(5, 1, 80), *[1.0] * 100], 0.15)
 RISES = noisy([*np.linspace(1, 0.1, 200), *[0.1] * 200, *[0.4] * 64], 0.05)
 FALLING = (np.exp(noisy(np.zeros(260), 0.1)) * np.where(np.arange(260) < 200, 1, 1 / 2.6)).tolist()  # at step 200
 # Every tenth logarithm of the norm of a model that memorizes one batch: 3 % less in each step, in the end.
@@ -905,6 +906,9 @@ STORIES: list[tuple[Any, ...]] = [
      losses([*LOSSES, 1.5, 3.0, 5.0, 9.0])),
     ("a level far below the first losses -> loss-spike, warning 160 loss: rises from about 1.609 to about 4",
      losses(HIGH), losses([*HIGH[:160], *HIGH[64:160]])),
+    ("a level that rises by half under noise -> loss-spike, warning 200 loss: rises from about",
+     losses([*SCATTERED, *noisy([1.7] * 64, 0.15)]), losses([*SCATTERED, *noisy([1.45] * 64, 0.15)]),
+     losses([loss - 0.7 for loss in [*SCATTERED, *noisy([1.7] * 64, 0.15)]])),
     ("a rise of some losses -> loss-spike, warning 143 loss: is 0.485, up from 0.1 at its lowest",
      losses([*SETTLED, *[1.2, 1.2, 0.1, 0.1, 0.1] * 6]), losses([*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
      losses([1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6)),
