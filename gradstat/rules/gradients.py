@@ -376,13 +376,15 @@ _EXPERT_STEPS = 300
 # An info if all that never had a gradient have less than this share of all elements. Of 61 public programs, four have
 # parameters that they never use, up to 0.033 of the elements.
 _SMALL = 0.05
+_LEFT_OUT = "a term of the loss that was left out, that of one of several outputs"
 
 
 class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
     It is an info if they never had one, and either the program removes it, they are a small part of the model, or
-    another optimizer may train them, as in a GAN.
+    another optimizer may train them, as in a GAN. It is a warning for those of an output that the loss does not depend
+    on, though it depends on an output of the same kind, as that of another task.
 
     Args:
         in_a_row: The number of steps in a row after which it is reported.
@@ -399,7 +401,8 @@ class MissingGradient(_AbsentGradientRule):
         "if the parameter should not train, call requires_grad_(False), which also saves memory",
     )
 
-    _resting = carried(dict[str, int]())  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
+    # As `Coverage.unused`, which `OptimizerCoverage` reports, and of heads that the loss leaves out; and when seen.
+    _resting, _idle = carried(dict[str, int]()), carried(dict[str, int]())
 
     def __init__(self, in_a_row: int = 30) -> None:
         super().__init__(in_a_row)
@@ -412,6 +415,8 @@ class MissingGradient(_AbsentGradientRule):
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         for seen in window.seen.get("coverage", []):
             self._resting = dict.fromkeys(seen.value.unused, seen.step)
+        for seen in window.seen.get("idle", []):
+            self._idle = dict.fromkeys(seen.value, seen.step)
         missing = np.zeros(rows.present.shape, dtype=bool)
         for seen in window.seen.get("missing", []):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
@@ -421,7 +426,8 @@ class MissingGradient(_AbsentGradientRule):
         parameters = window.latest.get("parameter")
         tensors = None if parameters is None else parameters.of(rows.names).tensors
         if missing.any() and tensors is not None:
-            needed = np.where(_have_twins(rows, tensors, missing), max(_EXPERT_STEPS, self.in_a_row), needed)
+            may_rest = _have_twins(rows, tensors, missing) & ~np.isin(rows.names, list(self._idle))
+            needed = np.where(may_rest, max(_EXPERT_STEPS, self.in_a_row), needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
                 # That is due to where the monitor is called, not to a parameter.
@@ -430,14 +436,18 @@ class MissingGradient(_AbsentGradientRule):
                 more: dict[str, Any] = {"causes": (*causes, *self.causes), "advice": (*advice, *self.advice)}
                 yield self.found(since[fresh[0]], "gradients", text, in_a_row=_SOON, **more)
                 continue
-            name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
-            text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
+            idle = [i for i in fresh if rows.names[i] in self._idle]
+            at = [*fresh, *idle][-1]  # the one nearest to the loss: earlier ones are cut off with it
+            name = rows.names[at]
+            text = f"{name} has had no gradient for {lengths[at]:.0f} steps: unused or detached from the loss"
+            text += ", which depends on another output of the model of this kind" * bool(idle)
             never = lengths > rows.steps[row]
             is_small = tensors is not None and tensors.numel[never].sum() < _SMALL * tensors.numel.sum()
             # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first. Or
             # nothing needs the last of several layers.
-            rests = name in window.run.backward_order or is_small or window.run.has_other_optimizer
-            yield self._finding(rows, lengths, since, name, text, not (never[fresh[-1]] and rests))
+            rests = name in window.run.backward_order or (is_small and not idle) or window.run.has_other_optimizer
+            more = {"causes": self.led_by(_LEFT_OUT)} if idle else {}
+            yield self._finding(rows, lengths, since, name, text, not (never[at] and rests), **more)
 
 
 def _have_twins(rows: Rows, tensors: TensorSet, missing: Bools) -> Bools:

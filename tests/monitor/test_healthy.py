@@ -211,6 +211,47 @@ def test_a_shift_is_no_weight() -> None:
     assert rules_in(train_mlp(model=Shift, optimize=optimize, batch=Clusters(0, 4, 8, 8), loss=loss), 60) == []
 
 
+class Tasks(nn.Module):
+    """Returns the outputs of several heads, each of which gets the same, or that of a layer of its own."""
+
+    def __init__(self, heads: int, is_deep: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(heads)])
+        self.heads = nn.ModuleList([nn.Linear(16, 4) for _ in range(heads)])
+        self.is_deep = is_deep
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = [x]
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1]).relu())
+        return [head(hidden[i + 1 if self.is_deep else -1]) for i, head in enumerate(self.heads)]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "is_deep", "used", "told"),
+    [
+        (2, False, "01", False),
+        (2, False, "0", True),
+        (3, False, "02", True),
+        (4, False, "0", False),  # the program chooses one
+        (4, False, "013", True),
+        (2, True, "1", False),  # that of an earlier layer has another purpose
+    ],
+)
+def test_the_loss_must_depend_on_all_heads_of_a_kind(
+    heads: int, is_deep: bool, used: str, told: bool, mixed: bool
+) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            outputs = model(batch[0])
+        every = [nn.functional.cross_entropy(outputs[int(i)].float(), (batch[1] + int(i)) % 4) for i in used]
+        return torch.stack(every).mean()
+
+    training = train_mlp(model=lambda: Tasks(heads, is_deep), loss=loss)
+    assert ("missing-gradient" in rules_in(training, 40)) == told
+
+
 def test_each_parameter_may_have_an_optimizer() -> None:
     training = train_mlp(0)
     training.optimizer, *others = [torch.optim.SGD([parameter], 0.1) for parameter in training.model.parameters()]

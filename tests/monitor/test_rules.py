@@ -271,6 +271,12 @@ def gone(steps: Sequence[int], at: int = 1, end: int = 60, run: RunSettings | No
     return rows_of("gradient", rows, observations=looks, **more)
 
 
+def idle(name: str, **more: int) -> Story:
+    """A parameter without gradients beside a twin with one, and which one belongs to an output without a loss."""
+    story = gone(range(60), 0, **{"x.0": 8, "x.1": 8}, **more)
+    return replace(story, observations=[*seen("idle", [name], first=0).observations, *story.observations])
+
+
 THREE: dict[str, Any] = {"names": "xyz", "shapes": [(8, 8)] * 3}
 ZERO, ZERO_BIAS = row(0.0, zeros=64), row(0.0, 8, 8)
 ALIVE, DEAD = [row(), row(0.1, 8), row()], [ZERO, ZERO_BIAS, row()]
@@ -947,6 +953,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("a small part that is never used -> missing-gradient, info 0 b", gone(range(60), a=99, b=10, c=99)),
     ("a part that is cut off from the start -> missing-gradient, warning 0 b", gone(range(60), a=99, b=11, c=99)),
     ("a small part that is cut off -> missing-gradient, warning 1 b", gone(range(1, 60), a=99, b=1, c=99)),
+    ("a small part with a twin -> missing-gradient, warning 0 x.0: which depends on another output of the model of",
+     idle("x.0", x=99), idle("", x=99), idle("y", x=99)),
     ("an expert -> missing-gradient, warning 0 x.0.up: no gradient for 300 steps",
      gone(range(310), 0, 310, **{"x.0.up": 8, "x.1.up": 8, "out": 8})),
     ("no expert by its name -> missing-gradient, warning 0 x.0.up: no gradient for 30 steps",

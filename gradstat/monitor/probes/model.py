@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -12,6 +15,7 @@ from gradstat._core.tensors import is_distributed, is_uninitialized
 from gradstat.monitor.probes.base import Pending, Probe, Run
 from gradstat.monitor.probes.graph import LossGraph
 from gradstat.monitor.probes.optimizer import ids_of_all
+from gradstat.rules.base import numbered
 
 # Modules whose weights multiply what they get, unlike an embedding's, which may have any size.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, _ConvNd)
@@ -66,10 +70,11 @@ class ModelFacts(Probe):
             if self._graph.activated is not None:
                 step.observe("activated", self._graph.activated)
             step.observe("normalised", self._graph.normalised)
+            step.observe("idle", self._idle(named))
             self._graph = None
         if step.step == _LOOK:
             leaves = [leaf for graph in self.run.leaves.values() for leaf in graph]
-            self.run.leaves.update(loss=[], outputs=[])  # looks at no other graph
+            self.run.leaves.update({key: [] for key in self.run.leaves})  # looks at no other graph
             if named.engine is None and not is_distributed(named.parameters):
                 watched = ids_of_all().union(map(id, named.parameters))
                 alive = {id(leaf): (leaf, version) for found, version, _ in leaves if (leaf := found()) is not None}
@@ -79,6 +84,33 @@ class ModelFacts(Probe):
                     if key not in watched and leaf._version == version and leaf.grad is not None
                 ]
                 step.observe("untrained", shapes)
+
+    def _idle(self, named: NamedParameters) -> list[str]:
+        """The parameters of outputs that the first loss does not depend on, though it does on others of their kind.
+
+        Two outputs are of a kind if they are computed from the same parameters, but for some of the same shapes whose
+        names differ only in numbers: as those of several tasks are, unlike those of layers behind each other. Where
+        more outputs are idle than not, the program chooses.
+        """
+        names = dict(zip(map(id, named.parameters), named.names(), strict=True))
+        shapes = {name: parameter.shape for name, parameter in zip(named.names(), named.parameters, strict=True)}
+        by_graph = {
+            key: {names[id(leaf())] for leaf, *_ in leaves if id(leaf()) in names}
+            for key, leaves in self.run.leaves.items()
+        }
+        of_loss = by_graph.pop("loss", set())
+
+        def kinds(of: set[str]) -> frozenset[tuple[object, int]]:
+            return frozenset(Counter((numbered(name)[0], shapes[name]) for name in of).items())
+
+        used, idle = Counter[object](), dict[frozenset[str], object]()
+        for one, other in itertools.permutations({frozenset(of): of for of in by_graph.values()}.values(), 2):
+            rest, twins = one - of_loss, other - one
+            if rest and one - rest == one & other and twins <= of_loss and kinds(rest) == kinds(twins):
+                idle[frozenset(rest)] = kinds(rest)
+                used[frozenset(rest)] += 1
+        counts = Counter(idle.values())
+        return sorted({name for rest, kind in idle.items() if counts[kind] <= used[rest] for name in rest})
 
 
 _DROPOUTS = ("dropout", "attention_dropout", "dropout_p", "dropout_prob", "drop_prob")  # numbers of modules

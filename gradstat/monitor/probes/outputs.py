@@ -21,7 +21,7 @@ from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 _ACTIVATIONS = {"sigmoid": Activation.SIGMOID, "ReLU": Activation.RELU}
 # Of larger outputs a sample is enough: so many rows, in all so many elements, and so many columns.
 MOST_ROWS, MOST_ELEMENTS, MOST_COLUMNS = 2048, 2**23, 16
-_FEW_PLACES = 4
+_FEW_PLACES, _FEW_OUTPUTS = 4, 8
 _FEW_KEPT = 0.5  # the share of elements that a usual dropout sets to zero
 _FEW_LABELS = 8  # so many gradients of other losses are not all as those of equal binary labels would be
 _FEW_SAMPLES, _FEW_COLUMNS = 32, 64  # samples that are compared in pairs, and elements of each
@@ -51,11 +51,13 @@ class Outputs(HookedProbe):
             return
         computed = [tensor for _, tensor in tensors_in(output, "") if tensor.grad_fn is not None and tensor.dim()]
         logits = getattr(output, "logits", computed[0] if computed else output)
-        if computed and "outputs" not in self.run.leaves:
+        if computed and "output 0" not in self.run.leaves:
             shares = [0.0]
-            self.run.leaves["outputs"] = leaves_of(computed[0], lambda node: shares.append(dropped_by(node)))
+            self.run.leaves["output 0"] = leaves_of(computed[0], lambda node: shares.append(dropped_by(node)))
             if max(shares) > _FEW_KEPT:
                 self.run.noted["dropped"] = max(shares)
+            for at, one in enumerate(computed[1:_FEW_OUTPUTS], 1):
+                self.run.leaves[f"output {at}"] = leaves_of(one)
         is_measured = is_plain(logits) and logits.is_floating_point() and logits.dim() > 0
         if is_measured:
             with torch.no_grad():
