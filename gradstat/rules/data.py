@@ -85,16 +85,14 @@ class BatchRange(RowsRule):
 
     def _are_tiny(self, window: Window, rows: Rows, row: int) -> Iterator[Finding]:
         """Judges all floating inputs, once their largest magnitudes in the first steps are known."""
-        gradients, most = window.latest.get("gradient"), max(self._largest.get(name, 0.0) for name in rows.names)
-        begins_with_norm = gradients is not None and (
-            not gradients.tensors.matrices[:1].any() and gradients.names[0].endswith("weight")
-        )
+        gradients, begins_with_norm = window.latest.get("gradient"), False
+        if gradients is not None and gradients.names:
+            begins_with_norm = gradients.names[0].endswith("weight") and not gradients.tensors.matrices[0]
+        most = max(self._largest.get(name, 0.0) for name in rows.names)
         spread = float(np.fmax.reduce(rows.std[row]))
         if 0 < most < _TINY and spread < _NARROW and not begins_with_norm:
-            text = (
-                f"the model's inputs have a standard deviation of {spread:.2g} and no magnitude above {most:.2g}, and "
-            )
-            text += "have been as small since the first step: usual weights make hardly more than 0 of them"
+            text = f"the model's inputs have a standard deviation of {spread:.2g} and no magnitude above {most:.2g}, "
+            text += "and have been as small since the first step: usual weights make hardly more than 0 of them"
             yield self.found(0, rows.names[0], text, "input", causes=_SMALL, std=spread, largest=most)
 
     def _review_one(
