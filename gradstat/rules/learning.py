@@ -238,9 +238,11 @@ class TinySteps(LearningRule):
                 self._is_over, is_trained = True, is_trained & rows.tensors.matrices
                 moves = np.maximum(*np.abs(np.subtract(now, before)))[is_trained]
                 moves = moves[np.isfinite(moves)]
-                if len(moves) and not window.run.has_other_optimizer:
+                moved = median(moves) if len(moves) else 0.0
+                # Of two networks that train in turn the losses say little, but fresh weights come farther.
+                if not window.run.has_other_optimizer or (self._are_fresh and moved < self._STILL[0]):
                     numel = int(rows.tensors.numel[is_trained].sum())
-                    yield from self._judge_moves(window, int(window.steps.searchsorted(step)), median(moves), numel)
+                    yield from self._judge_moves(window, int(window.steps.searchsorted(step)), moved, numel)
                 return
 
     def _judge_moves(self, window: Window, row: int, moved: float, numel: int) -> Iterator[Finding]:
