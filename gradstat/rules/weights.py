@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
-import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
+from gradstat.rules import first_weights
 from gradstat.rules.advice import Remedy
 from gradstat.rules.averages import IN_FLOAT32, ROUNDED_AVERAGE, in_words, standing_still
 from gradstat.rules.base import (
@@ -25,10 +24,9 @@ from gradstat.rules.base import (
     reaches,
     risen,
     same_for,
-    sizes_of_weights,
 )
 from gradstat.rules.course import RISES
-from gradstat.rules.gradients import NEVER_INITIALISED, VANISHING
+from gradstat.rules.gradients import VANISHING
 from gradstat.rules.rows import Bools, Floats, Rows, Window
 
 _FACTOR = 100.0  # by which the largest magnitude grew; its square if the loss has not risen
@@ -38,23 +36,6 @@ _GROWN, _USUAL = 5.0, 3
 # Factor by which the norm fell. In those trainings it falls to no less than half between two measurements, except to
 # 1/11 where a WGAN first cuts off its weights.
 _SHRUNK_BY = 30.0
-_INITIAL = 1e8  # the magnitude above which no initialised parameter begins
-# The root mean square of a weight at the start over that of its twins in other layers, of the same shape and with a
-# name that differs only in the numbers of layers: the median, or the smaller of two. Initial weights divided by the
-# root of their layer's number differ by 6.4 in 80 layers. Or the size of a layer's weight: up to 2.1 in 44 public
-# programs, if no normal distribution of standard deviation 1.
-_UNLIKE = 10.0
-# The size, as `sizes_of_weights` defines it, above which that counts: the last of a residual branch may begin far
-# smaller than others on purpose. Where all of three or more but one are alike up to the factor `_ALIKE_BY`, `_ALONE` is
-# enough: the hidden weights of a network of sines begin with a size of 0.05.
-_LARGE, _ALIKE_BY, _ALONE = 5.0, 2.0, 1.0
-# The number of inputs up to which a layer may make waves of coordinates, as far as a standard deviation of 1 may be off
-# by chance, and the largest element over it, which is 1.73 in uniform distributions.
-_COORDINATES, _NORMAL, _TAILS = 4, 0.05, 2.5
-# The magnitude of a constant bias, of which usual ones are 0, 1 or -4.6; and the sum of its gradient over the largest
-# that this norm allows.
-_FAR_BIAS, _ONE_SIDED = 20.0, 0.9
-_OF_BIAS = ("an initialisation of this bias with a wrong value, which saturates what follows or has to be unlearned",)
 # The loss has risen if the median of the last four of so many is above that of the first four, or if that of the next
 # four is above the sixteen before.
 _LATELY, _FOUR, _BEFORE = 60, 4, 16
@@ -103,9 +84,10 @@ class ParameterJump(Rule):
         self._losses = losses[-_LATELY:]
         reach, last = np.cumsum([self._reach, *reaches(window)]).tolist(), 0.0  # before each of these steps
         if rows is not None:
-            yield from self._at_first(window, rows)
-            if not np.isfinite(self._norms.values_for(rows.names)).any() and "gradient" in window.latest:
-                yield from self._far_biases(window, rows)
+            is_new = np.isnan(self._largest.values_for(rows.names))
+            for name, text, more in first_weights.far_off(window, rows, is_new):
+                if self.begins(name, rows.steps[0]):
+                    yield self.found(rows.steps[0], name, text, "parameter", **more)
             for row, step in enumerate(rows.steps.tolist()):
                 at = int(window.steps.searchsorted(step))
                 self._reach, last = reach[at] - last, reach[at]
@@ -116,46 +98,6 @@ class ParameterJump(Rule):
         self._reach = reach[-1] - last
         if len(window.steps):
             yield from self._harmful(losses, int(window.steps[-1]))
-
-    def _at_first(self, window: Window, rows: Rows) -> Iterable[Finding]:
-        """Judges the weights that were not measured before."""
-        fresh = rows.tensors.matrices & np.isnan(self._largest.values_for(rows.names))
-        if "gradient" not in window.latest or not fresh.any():
-            return
-        fresh &= window.latest["gradient"].of(rows.names).present[-1]
-        for i in np.flatnonzero(fresh & (rows.max_abs[0] > _INITIAL)).tolist():
-            self.begins(rows.names[i], rows.steps[0])
-            text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
-            more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
-            yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
-        layers = {name for seen in window.seen.get("layers", []) for name in seen.value}
-        sizes_at = dict(zip(*sizes_of_weights(rows, 0), strict=True))
-        name, ratio = _unlike(rows, fresh, sizes_at)
-        text = f"{name} is {ratio:.3g} times as large at the start as the weights of the same name in other layers"
-        if ratio <= _UNLIKE:
-            of_layers = [i for i in sizes_at if fresh[i] and _is_of_layer(rows, i, layers)]
-            i = max(of_layers, key=lambda i: sizes_at[i], default=-1)
-            ratio, name = sizes_at.get(i, 0.0), rows.names[i]
-            text = f"{name} begins with {ratio:.3g} times the standard deviation that preserves activations' scale"
-        if ratio > _UNLIKE and self.begins(name, rows.steps[0]):
-            causes = ("an initialisation of this layer that differs from the others, or was applied twice",)
-            yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
-
-    def _far_biases(self, window: Window, rows: Rows) -> Iterable[Finding]:
-        """Judges biases in the first measurement of all.
-
-        A head may begin with the mean of its targets, but then it is not too large, or too small, for all of them.
-        """
-        gradients, values = window.latest["gradient"].of(rows.names), rows.field("min")[0]
-        is_far = ~rows.tensors.matrices & (values == rows.field("max")[0]) & (np.abs(values) > _FAR_BIAS)
-        sums = np.abs(gradients.field("sum")[-1])
-        one_sided = sums > _ONE_SIDED * gradients.l2_norm[-1] * np.sqrt(rows.tensors.numel)
-        for i in np.flatnonzero(is_far & gradients.present[-1]).tolist():
-            name, is_head = rows.names[i], rows.names[i] in window.run.backward_order[:2]
-            is_known = (one_sided[i] and rows.tensors.numel[i] > 1) or not gradients.l2_norm[-1, i] > 0
-            if "bias" in name.rpartition(".")[2] and (is_known or not is_head) and self.begins(name, rows.steps[0]):
-                text = f"all elements of {name} are {values[i]:.4g} at the start"
-                yield self.found(rows.steps[0], name, text, "parameter", "warning", _OF_BIAS, value=values[i])
 
     def _jumps(self, rows: Rows, row: int, has_risen: bool) -> Iterable[Finding]:
         """Compares a row with earlier ones; ``has_risen`` says whether the loss has, or is not known."""
@@ -207,32 +149,6 @@ class ParameterJump(Rule):
                     text = f"the norm of {name} has fallen far, and then the loss rises to {rise:.4g}, from at most "
                     text += f"{max(before):.4g} before"
                     yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=rise)
-
-
-def _is_of_layer(rows: Rows, i: int, layers: Container[str]) -> bool:
-    """Whether a weight is of one of the ``layers`` or has a bias, and may not be large on purpose.
-
-    As those are that make waves of a few coordinates, and those drawn from the standard normal distribution.
-    """
-    is_normal = abs(rows.std[0, i] - 1) < _NORMAL and rows.max_abs[0, i] > _TAILS * rows.std[0, i]
-    is_wide = math.prod(rows.tensors.shapes[i][1:]) > _COORDINATES
-    return is_wide and not is_normal and bool(rows.tensors.of_layers[i] or rows.names[i] in layers)
-
-
-def _unlike(rows: Rows, judged: Bools, sizes_at: Mapping[int, float]) -> tuple[str, float]:
-    """The weight that is largest beside its twins, among those ``judged``, in the first row, and by which factor."""
-    twins: dict[Any, list[int]] = {}
-    for i, (name, shape) in enumerate(zip(rows.names, rows.tensors.shapes, strict=True)):
-        if judged[i] and rows.rms[0, i] > 0:
-            twins.setdefault((re.sub(r"\b\d+\.", "", name), shape), []).append(i)
-    ratios = {"": 0.0}
-    for group in twins.values():
-        sizes = np.sort(rows.rms[0, group])
-        largest = group[int(rows.rms[0, group].argmax())]
-        is_alone = len(group) > 2 and sizes[-2] < _ALIKE_BY * sizes[0]
-        if sizes_at.get(largest, math.inf) > (_ALONE if is_alone else _LARGE):
-            ratios[rows.names[largest]] = float(sizes[-1] / sizes[(len(sizes) - 1) // 2])
-    return max(ratios.items(), key=operator.itemgetter(1))
 
 
 # Measurements in a row without any change, of which one is enough if no parameter has changed.

@@ -319,6 +319,24 @@ def decaying(loss: float, size: float, decay: float = 0.1, when: int = 100, rate
     return replace(story, settings={0: {"weight_decay of group 0": decay}})
 
 
+def biased(value: float, name: str = "a.bias", order: tuple[str, ...] = (), mean: float = 0.0, **more: float) -> Story:
+    """A bias of eight elements of one value, whose gradient has this ``mean`` and a size of 0.1; backward ``order``."""
+    names, shapes = ("a.weight", name), [(8, 16), (8,)]
+    gradients = Table({0: [row(0.1, 128), row(0.1, 8, mean=mean)]}, names, shapes)
+    cells = [row(0.2, 128), row(abs(value), 8, **{"min": value, "max": value, **more})]
+    run = RunSettings(backward_order=order)
+    return rows_of("parameter", {0: cells}, names=names, shapes=shapes, tables={"gradient": gradients}, run=run)
+
+
+def layered(*sizes: float) -> Story:
+    """Layers of 16 inputs, whose weights have these sizes in the first measurement."""
+    names = [f"{layer}.{part}" for layer in "abcde"[: len(sizes)] for part in ("weight", "bias")]
+    cells = [cell for size in sizes for cell in (row(size / 4, 128), row(1.0, 8))]
+    shapes = [(8, 16), (8,)] * len(sizes)
+    gradients = Table({0: [row(0.1)] * len(names)}, names, shapes)
+    return rows_of("parameter", {0: cells}, names=names, shapes=shapes, tables={"gradient": gradients})
+
+
 def forgetting(decay: float, steps: int = 53, group: int = 0, second: float = math.nan, **run: Any) -> Story:
     """A decay that takes this share of weights from step 5 on, when the rate has risen to 1; the ``second`` group's."""
     rates, settings = [0.0] * 5 + [1.0] * (steps - 5), {f"weight_decay of group {group}": decay}
@@ -813,6 +831,12 @@ STORIES: list[tuple[Any, ...]] = [
      begun(1.1e8), begun(1.1e8, ABSENT), one("parameter", [1e9])),
     ("a weight that begins large -> parameter-jump, warning 0 a.weight: begins with 11.3 times the standard",
      begun(4.0), begun(3.5), begun(4.0, ABSENT), twins(4.0)),
+    ("a layer unlike small ones -> parameter-jump, warning 0 c.weight: begins with 2.6 times the standard deviation",
+     layered(0.1, 0.1, 2.6, 0.1), layered(0.1, 0.1, 2.4, 0.1), layered(0.14, 0.14, 2.6, 0.14), layered(0.1, 0.1, 2.6)),
+    ("a bias far from 0 -> parameter-jump, warning 0 a.bias: all elements of a.bias are -21 at the start",
+     biased(-21.0), biased(-19.0), biased(-21.0, "a.gain"), biased(-21.0, order=("a.bias",)), biased(-21.0, max=0.0)),
+    ("the bias of a head far from 0 -> parameter-jump, warning 0 a.bias: are 21 at the start",
+     biased(21.0, order=("a.bias",), mean=0.1), biased(21.0, order=("a.bias",), mean=0.08)),
     ("a norm that grows -> parameter-jump, error 150 x: the norm of x grows from 13.6 to 68.8",
      one("parameter", [1.0, 1.6, 1.7, 8.6]), one("parameter", [1.0, 1.6, 1.7, 8.4]),
      one("parameter", [1.0, 1.8, 1.7, 8.6]), one("parameter", [1.0, 1.6, 8.6]),
