@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import LastingRule, RowsRule, Rule, carried, median
+from gradstat.rules.base import LastingRule, Records, RowsRule, Rule, bounded, carried, median
 from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
@@ -231,17 +231,24 @@ class _RankRule(Rule):
 
 
 # The share of steps that brought a change before, weighted over the last 32 or so. If changes come by chance, the
-# chance of 20 steps without one is then 0.4 ** 20.
-_CHANGING = 0.6
+# chance of 20 steps without one is then 0.4 ** 20. Sums of the same batch in another order differ by rounding, up to
+# this share of the sum of magnitudes.
+_CHANGING, _ROUNDED = 0.6, 1e-6
+# So many samples are few: a debugging subset, or one batch. Each was met so often on average, in so many samples over
+# so many steps: not by chance, nor in several passes over a batch, as PPO makes.
+_FEW, _OFTEN, _INSPECTED, _STEPS = 32, 3, 24, 48
+# From the start over so many steps. What differs by fewer bits is a place in a grid, an arm of a bandit or the like: it
+# has to be half of the samples before that were different, else a quarter, as of a data set of 100. The loss has fallen
+# to this share if the few are known by heart. Conventions.
+_LONG, _BITS, _MANY, _FALLEN = 96, 8.0, (0.5, 0.25), 0.5
 
 
 class RepeatedBatch(_RankRule):
-    """The same batch in every step, after other ones; or on several ranks, which needs ``watch={"rank_batches": n}``.
+    """The same batch or few samples in all steps; or on several ranks, which needs ``watch={"rank_batches": n}``.
 
-    Two batches are the same if the sums of all their inputs are equal. Tokens are not measured: without other inputs,
-    batches are the same if equally many rows of gradients are zero, since an embedding has a row of zeros for each
-    token that is not in the batch. The smallest number so far does not count, as a batch may contain all tokens. A
-    training that begins with repeated batches is not reported, since all its data may be in one batch.
+    Two batches are the same if the sums of each of their inputs are. Samples, also of tokens, are compared in some
+    steps: 32 different ones or less, each met three times or more, are reported if most were different before. If they
+    are few from the start, the loss has to halve, and their order has to change, since all data may be in one batch.
 
     Args:
         in_a_row: The number of steps with the same batch after which it is reported.
@@ -254,9 +261,11 @@ class RepeatedBatch(_RankRule):
         "seed the generators of random data differently on each rank",
     )
 
-    # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
-    _last, _least = carried(dict[str, float]()), carried(dict[str, float]())
-    _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]())
+    # By name the last sum; by kind the share of steps with a change, and steps since the last.
+    _last, _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
+    # The last samples, each once for a step: position in `INPUT_KINDS`, step, number rounded to 32 bits, loss, and by
+    # how many bits those of the step differ.
+    _met, _MOST = carried(Records(5)), 1024
 
     def __init__(self, in_a_row: int = 20) -> None:
         super().__init__()
@@ -266,59 +275,78 @@ class RepeatedBatch(_RankRule):
         for step, report in self._failed(window, "rank_batches"):
             repeated = [list(ranks) for ranks in report.repeated]
             yield self.found(step, "batch", str(report), about="batch", ranks=repeated)
-        measured = [kind for kind in INPUT_KINDS if window.measured.get(kind) is not None]
-        for kind in measured or ["gradient"]:
+        for kind in INPUT_KINDS:
             rows = window.measured.get(kind)
             if rows is not None and self._repeats(rows, kind) and self.begins("repeats", rows.steps[-1]):
                 steps, name = int(self._same_for[kind]), rows.names[0]
-                text = f"{name} has been exactly the same for {steps} steps; before, it changed from step to step"
-                if kind == "gradient":
-                    columns, counts = _zero_rows(rows)
-                    name = rows.names[columns[int((counts[-1] > 0).argmax())]]
-                    text = (
-                        f"the gradient of {name} has had the same number of rows of zeros for {steps} steps; before, "
-                    )
-                    text += "that number changed from step to step: the batches seem to have the same tokens"
+                text = f"{name} has had the same samples for {steps} steps; before, they changed from step to step"
                 began = max(0, int(rows.steps[-1]) - steps)
                 yield self.found(began, name, text, kind, "warning", _STUCK, _LOOK, steps=steps)
+        for seen in window.observed("samples"):
+            loss = window.value("loss", int(np.searchsorted(window.steps, seen.step)))
+            for name, bits, numbers in seen.value:
+                place, rounded = float(INPUT_KINDS.index(name[:5])), np.array(numbers, np.float32).tolist()
+                self._met += ([place, seen.step, *bounded([number, loss, bits])] for number in dict.fromkeys(rounded))
+                del self._met[: -self._MOST]
+                yield from self._judge_samples(np.array([row for row in self._met if row[0] == place]), name)
+
+    def _judge_samples(self, met: Floats, name: str) -> Iterator[Finding]:
+        """Judges the last samples of a kind, a row each."""
+        _, steps, numbers, losses, bits = met.T
+        starts = np.flatnonzero(np.diff(steps, prepend=-1))  # of each step
+        _, newest, ids = np.unique(numbers[::-1], True, True)
+        counts = len(met) - starts  # from each of these steps on, of which so many are different
+        different = np.sort(newest).searchsorted(counts)
+        often = counts / different * (different <= _FEW)
+        at = 0 if often[0] >= _OFTEN else int(often.argmax())
+        since, last, count, few = int(steps[starts[at]]), int(steps[-1]), int(counts[at]), int(different[at])
+        if often[at] < _OFTEN or count < _INSPECTED or last - since < _STEPS:
+            return
+        every, fallen = np.split(ids[::-1], starts[1:]), losses[0] - median(losses[starts[-4:]])
+        is_ordered = all(np.array_equal(of_step, every[at]) for of_step in every[at:])
+        text = f"the {len(every) - at} batches of {name} that were inspected from step {since} to {last} have "
+        text += f"only {few} different samples"
+        if at:
+            before = np.concatenate(every[:at])
+            others = len({*before.tolist()})
+            share = _MANY[bool(bits.max() >= _BITS)]
+            is_told = others >= max(share * len(before), 2 * few, _INSPECTED)
+            text += f"; the {at} before them had {others}"
+        else:
+            is_told = last >= since + _LONG and not is_ordered and bits.max() >= _BITS
+            is_told &= fallen > (1 - _FALLEN) * abs(losses[0])
+            text += f"; the loss has fallen from {losses[0]:.4g} to {losses[-1]:.4g}"
+        if is_told and self.begins("repeats", last):
+            causes, more = _STUCK if is_ordered else _SUBSET, {"different": few, "inspected": count}
+            yield self.found(since, name, text, name[:5], "warning", causes, _LENGTH, **more)
 
     def _repeats(self, rows: Rows, kind: str) -> bool:
         """Notes whether ``rows`` of a kind change; returns whether they no longer do."""
-        columns = _zero_rows(rows)[1] if kind == "gradient" else rows.field("sum")
-        sums: list[float] = np.where(np.isnan(columns), 0.0, columns).sum(1).tolist()
-        last, least = self._last.get(kind, math.nan), self._least.get(kind, math.inf)
+        sums, kept = np.nan_to_num(rows.field("sum")), 1 - 1 / 32
+        sizes = np.nan_to_num(rows.l2_norm * np.sqrt(rows.numel))
+        before = np.vstack([[self._last.get(name, math.nan) for name in rows.names], sums[:-1]])
         share, same_for = self._share.get(kind, 0.0), self._same_for.get(kind, 0.0)
-        kept = 1 - 1 / 32
-        for value, before in zip(sums, [last, *sums], strict=False):
-            is_other = value != before
-            same_for = 0.0 if is_other else same_for + 1
-            share = kept * share + is_other / 32
-        last, least = sums[-1], min(least, *sums)
-        self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
-        is_same = same_for >= self.in_a_row and share > _CHANGING * kept**same_for
+        for is_same in (np.abs(sums - before) <= _ROUNDED * sizes).all(1).tolist():
+            same_for = same_for + 1 if is_same else 0.0
+            share = kept * share + (not is_same) / 32
+        self._last |= dict(zip(rows.names, sums[-1].tolist(), strict=True))
+        self._share[kind], self._same_for[kind] = share, same_for
         # Inputs of a single value are no batch; `BatchRange` tells about them.
-        return is_same and (
-            last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())
-        )
-
-
-def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
-    """Of gradients with rows of zeros their positions, and how many such rows, ``[m, k]``, if all zeros are in some.
-
-    Left out is what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
-    """
-    zeros, tensors = rows.field("zero_count"), rows.tensors
-    is_reached = zeros[-1] < rows.newest.numel  # by the backward pass
-    columns = np.flatnonzero(tensors.matrices & ~tensors.of_layers & (zeros > 0).any(0) & is_reached).tolist()
-    counts: Floats = zeros[:, columns] // [max(1, math.prod(tensors.shapes[i][1:])) for i in columns]
-    return columns, counts
+        is_batch = bool((rows.field("min")[-1] != rows.field("max")[-1]).any())
+        return is_batch and same_for >= self.in_a_row and share > _CHANGING * kept**same_for
 
 
 _STUCK = (
     "next(iter(loader)) in every step, an iterator or cache that no longer advances, or an index that stays the same",
     "inputs that are replaced by constants",
 )
+_SUBSET = (
+    "a debugging subset or a max_samples limit that was left in the data set",
+    "an iterator or cache that returns the same few samples",
+    "a replay buffer that holds only a few",
+)
 _LOOK = ("print the inputs of two steps, right before the model, and compare them",)
+_LENGTH = ("print len(train_loader.dataset), and the samples of two steps right before the model",)
 
 
 # Steps without a reduction.

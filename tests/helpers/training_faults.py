@@ -115,6 +115,18 @@ def every_batch(spoil: Callable[[Batch], Batch], count: float = math.inf) -> Cal
     return breaks
 
 
+def ten_samples(training: Training) -> None:
+    """Draws all further batches from ten samples."""
+    inputs, labels = (torch.cat(parts)[:10] for parts in zip(training.batch(), training.batch(), strict=True))
+    random, size = torch.Generator().manual_seed(0), len(training.batch()[0])
+
+    def batch() -> Batch:
+        drawn = torch.randint(10, (size,), generator=random)
+        return inputs[drawn], labels[drawn]
+
+    training.batch = batch
+
+
 def next_batch(spoil: Callable[[Batch], Batch]) -> Callable[[Training], None]:
     """Spoils one batch."""
     return every_batch(spoil, 1)
@@ -490,4 +502,7 @@ FAULTS: tuple[Fault, ...] = (
           next_batch(lambda batch: (batch[0] * 1e3, batch[1]))),
     Fault("every batch repeats a single sample", "MLP", "constant-feature", "batch[0]",
           every_batch(lambda batch: (batch[0][:1].expand_as(batch[0]), batch[1])), late=50, further=200, step=10),
+    Fault("a data set of ten samples", "MLP", "repeated-batch", "batch[0]", ten_samples, step=0, further=160),
+    Fault("ten sentences are left", "GPT", "repeated-batch", "input[0]", ten_samples,
+          lambda seed: replace(train_gpt(seed), shown=False), late=33, further=160),
 )  # fmt: skip

@@ -45,7 +45,8 @@ Batch = Callable[[int], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Change = Callable[[Tensor], Tensor]
 
-INPUT_RULES = ("nonfinite-batch", "batch-range", "constant-feature", "repeated-batch")
+REPEATED = "repeated-batch"
+INPUT_RULES = ("nonfinite-batch", "batch-range", "constant-feature", REPEATED)
 LEARNING = {f"gradstat.rules.{name}" for name in ("learning", "outputs", "beginnings")}
 LEARNING_RULES = tuple(kind.name for kind in RULES if kind.__module__ in LEARNING)
 NOT_ZEROED = "gradients-not-zeroed"
@@ -134,6 +135,14 @@ def words(step: int) -> Tensor:
     return torch.randint(60, (8, 4), generator=torch.Generator().manual_seed(step))
 
 
+def users(step: int) -> Tensor:
+    return torch.randint(500, (60,), generator=torch.Generator().manual_seed(step))
+
+
+def items(step: int) -> Tensor:
+    return torch.randint(5000, (60,), generator=torch.Generator().manual_seed(1 + step))
+
+
 def inputs(batch: Batch) -> list[Finding]:
     return of_rules(run(batch, 101), *INPUT_RULES)
 
@@ -155,12 +164,43 @@ def on_a_grid(varies: bool) -> list[Finding]:
     return of_rules(trained(model, loss, 101, sgd(model)), "constant-feature")
 
 
-def tokens(batch: Batch, model: nn.Module | None = None, lr: float = 0.1, **options: Any) -> list[Finding]:
-    """What is told of an embedding, or another model, by its gradients."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(60, 6), nn.Linear(6, 1)) if model is None else model
-    loss = lambda step: (model(batch(step)) - normal(step)[0, 0]).square().mean()  # noqa: E731
-    return of_rules(trained(model, loss, 120, sgd(model, lr), **options), "repeated-batch")
+def samples(*batch: Batch, halves: bool = True, passes: int = 1, **options: Any) -> list[Finding]:
+    """What is told of samples, if the loss falls or not. They may come in several tensors, and in several passes."""
+    weights = nn.ParameterList([nn.Parameter(torch.ones(()))])
+    model, optimizer = Taking(weights), torch.optim.SGD(weights, 0.05 * halves / passes)
+    once = lambda step: model(*(of(step) for of in batch))  # noqa: E731
+    loss = lambda step: torch.stack([once(passes * step + i) for i in range(passes)]).sum()  # noqa: E731
+    return of_rules(trained(model, loss, 210, optimizer, **options), REPEATED, "constant-feature")
+
+
+class Taking(nn.Module):
+    """Takes anything; its loss is the square of a weight."""
+
+    def __init__(self, weights: nn.ParameterList) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, *_inputs: Any) -> Tensor:
+        return self.weights[0].square()
+
+
+def few(batch: Batch, count: int = 10, size: int = 8) -> Batch:
+    """Of the first samples so many, drawn anew in each step."""
+    return lambda step: batch(0)[torch.randint(count, (size,), generator=torch.Generator().manual_seed(step))]
+
+
+def pixels(step: int, count: int = 16) -> Tensor:
+    """Images that are mostly zero."""
+    drawn = torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(step))
+    return drawn * (drawn > 1)
+
+
+def padded(step: int) -> Tensor:
+    """Sentences of different lengths, padded to the longest of eight."""
+    words = torch.randint(1, 60, (10, 20), generator=torch.Generator().manual_seed(0))
+    words *= torch.arange(20) < torch.arange(8, 18)[:, None]
+    some = words[torch.randperm(10, generator=torch.Generator().manual_seed(step))[:8]]
+    return some[:, : int((some > 0).sum(1).max())]
 
 
 class Words(nn.Module):
@@ -472,15 +512,52 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "a mask, later of ones -> no range": lambda: inputs(
         lambda step: (normal(step) > 0).float() if step < 60 else torch.ones(16, 6)),
     "one-hot rows -> nothing": lambda: inputs(one_hot_rows),
-    "the same tokens -> repeated-batch, warning 60 0.weight": lambda: tokens(lambda step: words(min(step, 60))),
-    "tokens of zero -> repeated-batch, warning 60 0.weight": lambda: tokens(lambda step: words(step) * (step < 60)),
-    "other tokens -> nothing": lambda: tokens(words),
-    "all tokens, as in a larger batch -> nothing":
-        lambda: tokens(lambda step: words(step) if step < 60 else torch.arange(60)[None]),
-    "the same tokens from the beginning -> nothing": lambda: tokens(lambda step: words(0)),
-    # Their number changes at first, in a model without floating inputs.
-    "dead units -> nothing":
-        lambda: tokens(lambda step: normal(min(step, 60))[:2], mlp(60), 0.0, watch={"inputs": 0}),
+    **{
+        f"{what} -> repeated-batch, warning {told}": functools.partial(samples, *batch)
+        for what, told, batch in [
+            ("few samples", "0 input[0]: the 13 batches of input[0] that were inspected from step 0 to 103 have only",
+             [few(lambda step: torch.randn(16, 12, generator=torch.Generator().manual_seed(step)))]),
+            ("few images", "0 input[0]: the 13 batches", [few(pixels)]),
+            ("few images of 16 bits", "0 input[0]: the 13 batches", [few(lambda step: pixels(step).bfloat16())]),
+            ("few images, channels last", "0 input[0]: the 13 batches",
+             [few(lambda step: pixels(step).to(memory_format=torch.channels_last))]),
+            ("few sentences", "0 input[0]: the 13 batches", [few(lambda step: words(step).repeat(4, 1))]),
+            ("few sentences of many lengths", "0 input[0]: the 13 batches", [padded]),
+            ("few users with items", "0 input[0]: the 13 batches", [few(users), few(items)]),
+            ("few beside a table of places", "0 input[0]: the 13 batches", [few(pixels), lambda step: torch.eye(5)]),
+            ("few samples, time first", "0 input[0]: the 13 batches",
+             [lambda step: few(pixels)(step).flatten(1)[:, :40].T, lambda step: torch.full((8,), 40)]),
+            ("few samples later", "103 input[0]: ", [lambda step: normal(step) if step < 60 else few(normal)(step)]),
+            ("the same tokens later", "103 input[0]: ", [lambda step: words(min(step, 60))]),
+        ]
+    },
+    **{
+        f"{what} -> nothing": functools.partial(samples, *batch)
+        for what, batch in [
+            ("all data in one batch of tokens", [lambda step: words(0)]),
+            ("many samples", [few(lambda step: pixels(step, 200), 200)]),
+            ("many sentences", [words]),
+            ("few nodes of many graphs", [few(lambda step: pixels(step)), lambda step: torch.randn(2, 30)]),
+            ("states of a grid", [few(lambda step: torch.eye(16))]),
+            ("places of a grid", [few(lambda step: torch.cartesian_prod(torch.arange(4), torch.arange(4)))]),
+            ("few numbers", [few(lambda step: normal(step)[:, :1])]),
+            ("many users with items", [lambda step: few(users, 60)(step), lambda step: few(items, 60)(step + 1)]),
+            ("samples with noise", [lambda step: few(pixels)(step) + normal(step)[:8, 0, None, None, None]]),
+            ("a batch for eight steps each", [lambda step: normal(step // 8)]),
+            ("batches in a fixed order", [lambda step: pixels(step % 8)[:4]]),
+            ("few samples, and what is computed", [few(pixels), lambda step: torch.ones(8, requires_grad=True) * 1]),
+            ("few samples, sparse", [lambda step: few(pixels)(step).flatten(1).to_sparse()]),
+            ("few samples, complex", [lambda step: few(pixels)(step) * 1j]),
+        ]
+    },
+    "tokens of zero later -> constant-feature, warning 100 input[0]":
+        lambda: samples(lambda step: words(step) * (step < 60)),
+    "few samples in several passes -> repeated-batch, warning 0":
+        lambda: samples(few(pixels), passes=3),
+    "few samples while the loss stays -> nothing": lambda: samples(few(pixels), halves=False),
+    "few samples that nobody watches -> nothing": lambda: samples(few(pixels), watch={"inputs": 0}),
+    "few samples, looked at in every second step -> repeated-batch, warning 0":
+        lambda: samples(few(pixels), watch={"inputs": 2}),
     "sentences of zero -> 0 input[0]": lambda: sentences(lambda step: (words(step) * 0,)),
     "one sentence -> 0 input[0]": lambda: sentences(lambda step: (alike(step),)),
     "one sentence and places -> 0 input[0]": lambda: sentences(lambda step: (alike(step), PLACES)),

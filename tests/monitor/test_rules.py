@@ -373,9 +373,20 @@ def repeating(first: int, steps: int, *others: float, changes: int = 1) -> Story
     return rows_of("input", rows, names=names, shapes=[(8, 8)] * len(names))
 
 
-def tokens(*zeros: int) -> Story:
-    """Gradients of an embedding of 8 tokens with so many zeros, each beside those of another layer."""
-    return gradients(*((1, [row(zeros=count), row()]) for count in zeros), names=("a.weight", "b"), shapes=[(8, 8)] * 2)
+def turned(count: int, looks: int, by: int = 1) -> list[list[float]]:
+    """Numbers of so many samples, in another order in each look."""
+    return [[float((i * by + j) % count) for j in range(count)] for i in range(looks)]
+
+
+def others(looks: int, of: int = 99) -> list[list[float]]:
+    """Numbers of eight samples in each look, ``of`` so many."""
+    return [[100.0 + (8 * i + j) % of for j in range(8)] for i in range(looks)]
+
+
+def samples(*looks: list[float], bits: float = 8.0, later: float = 0.9) -> Story:
+    """Looks at samples every 12 steps, which differ by so many bits; the loss falls from 2 after the first step."""
+    story = seen("samples", *([("input[0]", bits, look)] for look in looks), every=12, first=0)
+    return replace(story, scalars={"loss": [2.0] + [later] * (story.steps - 1)})
 
 
 def unscaled(spread: float = 90.0, reaches: float = 1.0, later: float = 1.9, bias: str = "a.bias") -> Story:
@@ -685,10 +696,19 @@ STORIES: list[tuple[Any, ...]] = [
      seen("rank_batches", report(ok=False, repeated=[(0, 1)])), seen("rank_batches", report(ok=True))),
     ("gradients of each rank alone -> unreduced-gradients, error 3 gradients: not all-reduced any gradient for 16",
      seen("unreduced", (3, False), first=19), seen("unreduced", (3, False), first=18)),
-    ("tokens that repeat -> repeated-batch, warning 80 a.weight: the same number of rows of zeros for 20 steps",
-     tokens(*[8, 16] * 40, *[24] * 21), tokens(*[8, 16] * 40, *[24] * 20), tokens(*[8, 16] * 40, *[64] * 40),
-     tokens(*[8, 16] * 40, *[8] * 20)),
-    ("inputs that repeat -> repeated-batch, warning 100 input[0]: exactly the same for 20 steps; before, it changed",
+    ("few samples -> repeated-batch, warning 0 input[0]: the 9 batches of input[0] that were inspected from step 0 to",
+     samples(*turned(8, 9)), samples(*turned(8, 8)), samples(*turned(8, 9), bits=7.9),
+     samples(*turned(8, 9), later=1.0), samples(*turned(8, 9, by=0)), samples(*turned(33, 9)),
+     samples(*turned(8, 2), *others(3), *turned(8, 4)), samples(*([float(i)] * 8 for i in range(9)))),
+    ("as many as a batch -> repeated-batch, warning 0 input[0]: only 32 different samples; the loss has fallen from 2",
+     samples(*turned(32, 9))),
+    ("few samples after others -> repeated-batch, warning 60 input[0]: 8 different samples; the 5 before them had 40",
+     samples(*others(5), *turned(8, 5, by=0), later=2.0), samples(*others(5), *turned(8, 4)),
+     samples(*others(2), *turned(8, 5)), samples(*others(17, of=33), *turned(8, 5)),
+     samples(*others(10, of=36), *turned(8, 5), bits=7.0)),
+    ("few samples after others of 100 -> repeated-batch, warning 192 input[0]: the 16 before them had 40",
+     samples(*others(16, of=40), *turned(8, 5))),
+    ("inputs that repeat -> repeated-batch, warning 100 input[0]: the same samples for 20 steps; before, they changed",
      repeating(100, 20), repeating(100, 19), repeating(25, 60), repeating(0, 120), repeating(100, 20, changes=2),
      repeating(100, 20, 1.0, 2.0)),
     ("a rate that jumps -> learning-rate-jump, warning 5 lr: the learning rate jumps from 1 to 3.1",

@@ -17,11 +17,12 @@ from gradstat._core.parameters import PLAIN_TYPES, NamedParameters
 from gradstat.check import stats
 from gradstat.monitor.probes.base import HookedProbe, Part, Pending, Run, is_plain, measurable
 from gradstat.monitor.probes.passes import PassRows, called
+from gradstat.monitor.probes.samples import is_known, is_look, numbers_of
 from gradstat.monitor.segments import PendingRows, Segment
 from gradstat.replay.step_state import in_backward, is_replaying
 from gradstat.rules.rows import Observation
 
-_LABELS = "input['labels']"  # as models of transformers call them, which compute the loss
+_LABELS = "['labels']"  # in paths, as models of transformers call them, which compute the loss
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 _version_of = operator.attrgetter("_version")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.
@@ -51,14 +52,19 @@ class Inputs(HookedProbe):
     def forget(self) -> None:
         self._batch: _Batch | None = None
         self._labels: list[tuple[str, HostCopy]] = []  # on another device: the smallest and the largest, by path
+        self._samples: list[tuple[str, HostCopy]] = []  # what `numbers_of` says of the batch and of a pass
         self._last, self._passes = _NOTHING, 0
         self._earlier = PassRows()
 
     def inspect(self, step: int, batch: Any) -> list[Observation]:
         """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
         of_cpu: list[tuple[str, HostCopy]] = []
-        self._labels, self._batch = [], _Batch(self._telling > 0 and step % self._telling == 0)
-        for path, tensor in tensors_in(batch, "batch"):
+        self._labels, self._samples = [], []
+        self._batch = _Batch(self._telling > 0 and step % self._telling == 0)
+        every = [*tensors_in(batch, "batch")]
+        if self._is_look(step):
+            self._look_at(every)
+        for path, tensor in every:
             if not tensor.numel() or tensor.is_meta:
                 continue
             if measurable(tensor):
@@ -67,6 +73,16 @@ class Inputs(HookedProbe):
                 extremes = torch.aminmax(torch.where(tensor == self.run.settings.options.ignore_index, 0, tensor))
                 (of_cpu if tensor.is_cpu else self._labels).append((path, HostCopy(torch.stack(extremes))))
         return [Observation("label", step, seen)] if (seen := self._out_of_range(of_cpu)) else []
+
+    def _is_look(self, step: int) -> bool:
+        """Whether the samples of ``step`` are compared with those of other steps."""
+        return self._telling > 0 and is_look(step // self.period, self._telling)
+
+    def _look_at(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Looks at the samples in some tensors, without labels; a number, such as that of tokens, is of no sample."""
+        every = [(path, tensor) for path, tensor in named if _LABELS not in path and tensor.dim()]
+        if every and all(is_known(tensor) for _, tensor in every):
+            self._samples.append((every[0][0], HostCopy(numbers_of([tensor for _, tensor in every]))))
 
     def _classes_of(self, path: str) -> int | None:
         """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
@@ -121,6 +137,11 @@ class Inputs(HookedProbe):
             self._labels = []
         if self.may_tell:  # a call in every step otherwise
             self.tell_unseen([] if batch is None and not self._passes else [""])
+        if self._is_look(step.step) and not (last := self._last.unchanged()).has_others:
+            self._look_at([*zip(last.segment.names, last.tensors, strict=True), *last.integers])
+        if self._samples:
+            step.late["samples"] = functools.partial(_read, self._samples)
+            self._samples = []
         if self._earlier.seen:
             self._merge()
             names, measured = self._earlier.take()
@@ -159,7 +180,7 @@ class _Pass(NamedTuple):
         Empty if it is not known of every input whether it is the same in all samples.
         """
         # A number, such as the Trainer's number of tokens in all micro-batches, is the same for all samples anyway.
-        inputs = [(path, tensor) for path, tensor in self.integers if path != _LABELS and tensor.dim()]
+        inputs = [(path, tensor) for path, tensor in self.integers if _LABELS not in path and tensor.dim()]
         every = [*(tensor for _, tensor in inputs), *(tensor for tensor in self.tensors if tensor.dim())]
         return [] if self.has_others or not all(map(_has_samples, every)) else inputs
 
@@ -205,6 +226,12 @@ def constant_features(tensor: Tensor) -> Tensor | None:
     with torch.no_grad():
         low, high = torch.aminmax(tensor.detach().flatten(1), dim=0)
         return (low == high).to(torch.float32).mean().reshape(1)
+
+
+def _read(samples: list[tuple[str, HostCopy]]) -> list[tuple[str, float, list[float]]]:
+    """By path of the first tensor, how much samples differ, and the numbers of all. Waits for the copies."""
+    every = [(path, *copy.wait().tolist()) for path, copy in samples]
+    return [(path, bits, numbers) for path, bits, *numbers in every]
 
 
 def _has_samples(tensor: Tensor) -> bool:
