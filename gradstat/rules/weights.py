@@ -312,9 +312,9 @@ class OverwrittenParameter(Rule):
     Autograd counts the in-place changes of a tensor, and each optimizer step makes equally many. So a tensor with more
     changes between two measurements, and no whole number per step, was written to. It was also overwritten if elements
     of a weight have moved further than the learning rate allows, if a weight that had hardly turned from one
-    measurement to the next suddenly points elsewhere, though the learning rate has not risen, or if it points elsewhere
-    twice, as one that is drawn anew in every step or epoch. Programs may prune, clamp or average weights: that leaves
-    most of a weight as it was, and makes it smaller.
+    measurement to the next suddenly points elsewhere, though the learning rate has not risen, or if it has more changes
+    in each step and points elsewhere twice, as one that is drawn anew in every step. Programs may prune, clamp or
+    average weights: that leaves most of a weight as it was, and makes it smaller.
     """
 
     name = "overwritten-parameter"
@@ -338,13 +338,13 @@ class OverwrittenParameter(Rule):
             rate, begins = max([self._rate, *rates[begins:at]]), at
             moves, names = seen.value, tuple(seen.value.changes)
             cosines = np.array([moves.cosines.get(name, math.nan) for name in names])
-            foreign = _foreign(moves, names, cosines, rate)
+            foreign, is_more = _foreign(moves, names, cosines, rate)
             others = cosines[~foreign & np.isfinite(cosines)]
             usual = median(others) if len(others) else 1.0
             before = self._cosines.values_for(names)
             sudden = (before > _ALIKE) & (before < 1 - 1e-6) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
             sudden &= rate <= self._last_rate * RISES
-            sudden |= (before < _UNLIKE_BEFORE) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
+            sudden |= is_more & (before < _UNLIKE_BEFORE) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
             another = sudden | (foreign & (cosines < _ANOTHER) & (1 - cosines > _TIMES * (1 - usual)))
             moved = self._moved(window, seen.step)
             another |= foreign & np.isin(names, list(moved))
@@ -383,13 +383,17 @@ class OverwrittenParameter(Rule):
         return found
 
 
-def _foreign(moves: Moves, names: tuple[str, ...], cosines: Floats, rate: float) -> Bools:
-    """Which parameters were changed by something else than steps, at learning rates up to ``rate``, 0 if not known."""
+def _foreign(moves: Moves, names: tuple[str, ...], cosines: Floats, rate: float) -> tuple[Bools, Bools]:
+    """Which parameters were changed by something else than steps, at learning rates up to ``rate``, 0 if not known.
+
+    And which were changed more often than others, equally often in each step, as those that are normalised after it.
+    """
     changes, weights = np.array([moves.changes[name] for name in names]), np.isfinite(cosines)
     distances = np.array([moves.distances.get(name, 0.0) for name in names])
     usual = float(np.median(changes[weights] if weights.any() else changes)) if len(names) else 0.0
     steps = max(moves.steps, 1)
-    # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step.
-    is_more = (changes > usual) & (usual % steps == 0) & (changes % steps > 0)
-    foreign: Bools = is_more | ((distances > _SPARE * rate * moves.steps) & (rate > 0))
-    return foreign
+    is_more = (changes > usual) & (usual % steps == 0)
+    # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
+    is_whole = changes % steps == 0
+    foreign: Bools = (is_more & ~is_whole) | ((distances > _SPARE * rate * moves.steps) & (rate > 0))
+    return foreign, is_more & is_whole & (usual > 0)

@@ -211,14 +211,6 @@ def test_a_shift_is_no_weight() -> None:
     assert rules_in(train_mlp(model=Shift, optimize=optimize, batch=Clusters(0, 4, 8, 8), loss=loss), 60) == []
 
 
-@pytest.mark.parametrize(("period", "told"), [(1, True), (25, True), (50, True), (150, False)])
-def test_a_weight_that_is_drawn_anew_in_each_epoch_is_told(period: int, told: bool) -> None:
-    training = train_mlp(0)
-    weight = training.model[2].weight.data  # whose changes autograd does not count
-    each = lambda step: step % period or nn.init.orthogonal_(weight)  # noqa: E731
-    assert ("overwritten-parameter" in rules_in(training, 120, each)) == told
-
-
 class Tasks(nn.Module):
     """Returns the outputs of several heads, each of which gets the same, or that of a layer of its own."""
 
