@@ -147,22 +147,22 @@ class ConstantWeights(LearningRule):
 
 
 class TinyWeights(LearningRule):
-    """Most weights are initialised far too small."""
+    """Most weights of three or more are initialised far too small."""
 
     name = "tiny-weights"
     explains = ("no-learning", "unrelated-outputs", "small-second-moment")
     causes = ("an initialisation with a factor or a standard deviation far too small",)
     advice = ("initialise each weight with a standard deviation of about 1 / sqrt(number of inputs)",)
 
-    # Of the median size; that of healthy programs, of the tests and of others, is 0.05 or more.
-    _SMALL = 0.02
+    # Of the median size; that of healthy programs, of the tests and of others, is 0.05 or more. Two still learn.
+    _SMALL, _SHALLOW = 0.02, 2
 
     def judge(self, window: Window) -> Iterable[Finding]:
         first = _first_sizes(window)
         if first is None:
             return
         self._is_over = True
-        if first[0] and (size := median(first[1])) < self._SMALL:
+        if len(first[0]) > self._SHALLOW and (size := median(first[1])) < self._SMALL:
             text = f"half of the weights begin with at most {size:.2g} times the standard deviation that preserves the "
             text += "scale of activations"
             yield from self._found_once(0, first[0][0], text, "parameter", size=size)

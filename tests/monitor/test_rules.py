@@ -502,6 +502,12 @@ def pulled(decay: float, later: float = 0.89, gradients: tuple[float, float] = (
     return rows_of("parameter", sizes, 60, tables={"gradient": Table(pulls, **shown)}, run=run, **shown)
 
 
+def of_sizes(*sizes: float) -> Story:
+    """Weights of these sizes in the first step, times the root of the number of their inputs."""
+    names, rows = "abc"[: len(sizes)], [row(size, zeros=1) for size in sizes]
+    return rows_of("parameter", {0: rows}, 1, names=names, shapes=[(8, 8)] * len(sizes), scalars={"loss": [2.1]})
+
+
 def learning(
     losses: Sequence[float],
     mean: float = 0.0,
@@ -1168,8 +1174,8 @@ STORIES: list[tuple[Any, ...]] = [
      creeping(4e-3, (2.1,) * 241, rises=True), creeping(6e-3, (2.1,) * 241, rises=True),
      creeping(4e-3, (2.1,) * 241, largest=0.5, rises=True),
      creeping(4e-3, (2.1,) * 241, rises=True, initial_lrs=(1e-4,))),
-    ("weights that begin small -> tiny-weights, warning 0 a.weight: half of the weights begin with at most 0.02 times",
-     learning([2.1], weights=(0.007, 0.007)), learning([2.1], weights=(0.0072, 0.0072))),
+    ("weights that begin small -> tiny-weights, warning 0 a: half of the weights begin with at most 0.02 times",
+     of_sizes(0.007, 0.007, 1.0), of_sizes(0.0072, 0.0072, 1.0), of_sizes(0.007, 0.007)),
     ("losses that explode at once -> diverging-start, warning 0 lr: the loss began at 2.1, and its median over the",
      learning([2.1] + [11.0] * 20, lr=[0.1] * 21), learning([2.1] + [10.0] * 20),
      learning([2.1] + [11.0] * 7 + [2.0] * 13)),
