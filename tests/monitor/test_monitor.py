@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import math
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -188,8 +189,8 @@ def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) ->
     errors = [(finding.rule, finding.step) for finding in monitor.findings if finding.severity == "error"]
     assert errors == [("nonfinite-gradient", 3), ("nonfinite-gradient", 35)][: 1 + skips]
     followed = ["nonfinite-loss", "nonfinite-optimizer-state", "nonfinite-parameter"]
-    text = str(monitor.diagnose())
-    assert all(f"{rule} by step" in text for rule in followed) == (not skips)
+    text = " ".join(str(monitor.diagnose()).split())
+    assert all(re.search(rf"{rule}( of \S+)? by step", text) for rule in followed) == (not skips)
     assert text.count("followed by:") == (not skips)
     assert text.count("nonfinite-gradient (error)") == 1 + skips
 
@@ -238,6 +239,7 @@ def test_a_nan_that_came_after_all_was_finite_again_is_no_consequence() -> None:
 def test_layers_that_are_frozen_between_others_are_a_warning(frozen: tuple[str, ...], told: str) -> None:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.ReLU())))
     for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter)  # as trained ones are, not uniform
         parameter.requires_grad_(not name.startswith(frozen))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with gradstat.Monitor(model, optimizer, on_anomaly="record") as monitor:
@@ -323,6 +325,8 @@ def test_a_network_that_is_not_thawed_for_its_own_turn_is_told(
     torch.manual_seed(0)
     encoder, generator, critic = nn.Linear(4, 4), nn.Linear(4, 16), nn.Linear(16, 1)
     maker = nn.Sequential(encoder, generator)
+    for parameter in maker.parameters():
+        nn.init.normal_(parameter)  # as trained ones are, not uniform
     critic.requires_grad_(critic_trains)
     of_maker, of_critic = (torch.optim.Adam(model.parameters(), lr=1e-3) for model in (maker, critic))
     monitor = gradstat.Monitor(maker, of_maker, on_anomaly="record")
@@ -463,8 +467,7 @@ def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
             monitor.step(loss)
         assert [monitor.scaler is scaler for monitor in monitors] == [count == 1] * count
         assert monitors[0].recording().scalars["norm"].tolist() == [norm]
-        # One without a scaler looks for it until the first step only; with one it hears clips in further steps.
-        assert (torch.amp.GradScaler.scale is scale_of_torch) == (count == 2)
+        assert torch.amp.GradScaler.scale is not scale_of_torch  # clips are heard in further steps
         for monitor in monitors:
             monitor.remove()
         assert torch.amp.GradScaler.scale is scale_of_torch
