@@ -23,6 +23,9 @@ _SPREAD, _REACHES, _FALL = 20.0, 8.0, 10.0
 # No initialisation expects inputs that are all smaller than these: a largest magnitude, and a standard deviation. Of
 # some input of 44 public programs the latter is 0.2 or more.
 _TINY, _NARROW = 0.05, 0.005
+# Before a norm that begins a model, the square is far below its eps of 1e-5. And a mean that is so many standard
+# deviations away from 0.
+_BELOW_EPS, _OFF_CENTRE = 3e-4, 100.0
 _FIRST_INPUT = "input[0]"
 _FLAT = (
     "inputs that are zero: never filled, masked out entirely, or multiplied by 0",
@@ -35,8 +38,8 @@ class BatchRange(RowsRule):
     """Inputs that leave their previous range, hardly vary any more, are all zero or tiny, or were never normalised.
 
     The last three concern the first steps: all inputs have no other values, or have a standard deviation below 0.005
-    and no magnitude of 0.05, unless a model begins with a norm. An input of zeros and ones, such as a mask, may have
-    any deviation.
+    and no magnitude of 0.05, or one has a mean of a hundred standard deviations, unless a model begins with a norm. A
+    mask, of zeros and ones, may have any deviation.
     """
 
     name = "batch-range"
@@ -63,8 +66,8 @@ class BatchRange(RowsRule):
             for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
                 yield from self._review_one(rows, i, step, name, kind, *numbers)
                 self._seen[name] = self._seen.get(name, 0) + 1
-            if kind == "input" and self._seen[rows.names[0]] == _KNOWN:
-                yield from self._are_tiny(window, rows, row)
+            if self._seen[rows.names[0]] == _KNOWN:
+                yield from self._were_never_scaled(window, rows, row, kind)
 
     def _begins_badly(self, window: Window) -> Iterable[Finding]:
         inputs, gradients = window.measured.get("input"), window.measured.get("gradient")
@@ -83,17 +86,25 @@ class BatchRange(RowsRule):
                 text += f"the first step; the loss began at {self._losses[0]:.4g} and was {later:.4g} after 64 steps"
                 yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
 
-    def _are_tiny(self, window: Window, rows: Rows, row: int) -> Iterator[Finding]:
+    def _were_never_scaled(self, window: Window, rows: Rows, row: int, kind: str) -> Iterator[Finding]:
         """Judges all floating inputs, once their largest magnitudes in the first steps are known."""
         gradients, begins_with_norm = window.latest.get("gradient"), False
         if gradients is not None and gradients.names:
             begins_with_norm = gradients.names[0].endswith("weight") and not gradients.tensors.matrices[0]
         most = max(self._largest.get(name, 0.0) for name in rows.names)
         spread = float(np.fmax.reduce(rows.std[row]))
-        if 0 < most < _TINY and spread < _NARROW and not begins_with_norm:
+        if 0 < most < _TINY and spread < (_BELOW_EPS if begins_with_norm else _NARROW):
             text = f"the model's inputs have a standard deviation of {spread:.2g} and no magnitude above {most:.2g}, "
             text += "and have been as small since the first step: usual weights make hardly more than 0 of them"
-            yield self.found(0, rows.names[0], text, "input", causes=_SMALL, std=spread, largest=most)
+            yield self.found(0, rows.names[0], text, kind, causes=_SMALL, std=spread, largest=most)
+        centres = np.where(rows.tensors.matrices & (rows.std[row] > 0), np.abs(rows.mean[row]), 0.0)
+        i = int((centres / np.fmax(rows.std[row], 1e-300)).argmax())
+        if centres[i] > _OFF_CENTRE * rows.std[row, i] and not begins_with_norm:
+            text = f"{rows.names[i]} has a mean of {rows.mean[row, i]:.4g} and a standard deviation of only "
+            text += (
+                f"{rows.std[row, i]:.3g}, since the first step: what differs between samples is lost beside the mean"
+            )
+            yield self.found(0, rows.names[i], text, kind, mean=rows.mean[row, i], std=rows.std[row, i])
 
     def _review_one(
         self, rows: Rows, i: int, step: int, name: str, kind: str,
@@ -108,8 +119,9 @@ class BatchRange(RowsRule):
             yield self.found(step, name, text, about=kind, largest=value, before=most)
         else:
             self._largest[name] = max(most, value)
-        least = self._least_spread.get(name, np.inf)
-        if seen >= _KNOWN and spread * _FACTOR < least:
+        least = self._least_spread.get(name, math.inf)  # negative if it was a mask, which may be the same everywhere
+        is_mask, least = least < 0 and {low, high} <= {0.0, 1.0}, abs(least)
+        if seen >= _KNOWN and spread * _FACTOR < least and not is_mask:
             self._low_for[name] = self._low_for.get(name, 0) + 1
             if self._low_for[name] == _LOW_FOR and self.begins(f"low {name}", step):
                 now = f"been {low:.3g} everywhere" if low == high else f"had a standard deviation of {spread:.3g}"
@@ -117,7 +129,7 @@ class BatchRange(RowsRule):
                 evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
                 yield self.found(step - _LOW_FOR + 1, name, text, about=kind, causes=_FLAT, **evidence)
         else:
-            self._least_spread[name] = 0.0 if is_binary else min(least, spread)
+            self._least_spread[name] = min(least, spread) * (-1.0 if is_binary else 1.0)
             self._low_for[name] = 0
         is_judged = name == _FIRST_INPUT and seen + 1 == _KNOWN and rows.tensors.matrices[i]
         if is_judged and not any(self._largest.get(other) for other in rows.names):

@@ -188,6 +188,7 @@ class EqualTargets(TargetsRule):
     _spreads = carried(Records(3))  # of the labels of the first batches: mean, variance, how many
     _labels = carried(Records(3))  # of the last batches with one label: step, label, how often
     _alike, _differ = carried(0), carried(0)  # batches before these: with one label, with several
+    _has_labels = carried(False)  # whether labels were seen
 
     def judge(self, window: Window) -> Iterable[Finding]:
         # A discriminator may get real and made samples in passes of their own.
@@ -198,12 +199,13 @@ class EqualTargets(TargetsRule):
                 continue  # gradients of a wrong sign tell nothing about targets
             if facts.labels:
                 is_one, label, count = facts.label is not None, facts.label or 0, facts.labels
+                self._has_labels = True
                 # A policy, which weighs actions by returns, may settle on one.
                 is_policy = fit is None or (fit.squares > 0 and count <= fit.samples)
                 may_begin = _is_head(window, facts.classes)
                 if may_begin and self._LEAST <= count <= self._SAMPLES and fit is not None and count <= fit.samples:
                     yield from self._judge_spread(facts)
-            elif are_equal is not None and fit is not None:
+            elif are_equal is not None and fit is not None and not self._has_labels:  # else none of them has a gradient
                 is_one, label, count = are_equal, 0, int(fit.samples)
                 may_begin = fit.squares > 0 and fit.elements <= self._FEW * fit.samples and not fit.are_errors
             else:

@@ -395,6 +395,16 @@ def unscaled(spread: float = 90.0, reaches: float = 1.0, later: float = 1.9, bia
     return one("input", [spread] * 70, 1, "input[0]", tables=tables, scalars={"loss": [20.0] + [later] * 69})
 
 
+def inputs(
+    values: Sequence[tuple[float, float]], first: tuple[int, ...] = (8, 8), shape: tuple[int, ...] = (8, 8)
+) -> Story:
+    """In each step an input with half of its elements so far below a mean and half above; the shape of a weight."""
+    rows = [[row(numel=64, mean=mean, min=mean - d, max=mean + d, sq_sum=64 * (mean**2 + d**2))] for mean, d in values]
+    gradients = Table({0: [row(0.1)]}, ("a.weight",), [first])
+    tables = {"input": Table(dict(enumerate(rows)), ("input[0]",), [shape]), "gradient": gradients}
+    return Story(len(rows), tables=tables)
+
+
 def zero_inputs(steps: int, *names: str, shape: tuple[int, ...] = (8, 8), size: float = 0.0) -> Story:
     """The first input is zero in all steps, or of another ``size``; others are not."""
     names = names or ("input[0]",)
@@ -680,6 +690,14 @@ STORIES: list[tuple[Any, ...]] = [
     ("tiny inputs -> batch-range, warning 0 input[0]: a standard deviation of 0.0049 and no magnitude above 0.0049",
      zero_inputs(20, size=0.0049), zero_inputs(19, size=0.0049), zero_inputs(20, size=0.0051),
      zero_inputs(20, "input[0]", "input[1]", size=0.0049)),
+    ("tiny inputs of a norm -> batch-range, warning 0 input[0]: a standard deviation of 0.00029 and no magnitude above",
+     inputs([(0.0, 2.9e-4)] * 20, first=(64,)), inputs([(0.0, 3.1e-4)] * 20, first=(64,))),
+    ("inputs far from 0 -> batch-range, warning 0 input[0]: a mean of 101 and a standard deviation of only 1, since",
+     inputs([(101.0, 1.0)] * 20), inputs([(99.0, 1.0)] * 20), inputs([(101.0, 1.0)] * 19),
+     inputs([(101.0, 0.0)] * 20), inputs([(101.0, 1.0)] * 20, first=(64,)), inputs([(101.0, 1.0)] * 20, shape=(64,))),
+    ("a mask that is scaled -> batch-range, warning 20 input[0]: had a standard deviation of 0.0049 for 5 steps",
+     inputs([(0.5, 0.5)] * 20 + [(0.0049, 0.0049)] * 5), inputs([(0.5, 0.5)] * 20 + [(0.0, 0.0)] * 5),
+     inputs([(0.5, 0.5)] * 20 + [(1.0, 0.0)] * 5)),
     ("inputs in a raw scale -> batch-range, warning 0 input[0]: the loss began at 20 and was 1.9 after 64",
      unscaled(), unscaled(spread=19.0), unscaled(reaches=0.1), unscaled(later=2.1), unscaled(bias="b.bias")),
     ("a label too many -> label-out-of-range, error 3 batch[1]: the labels batch[1] run from 0 to 4; expected 0 to 3",
@@ -1218,6 +1236,8 @@ STORIES: list[tuple[Any, ...]] = [
      looking([alike(1)] * 6, run=RIVAL), looking([facts(label=1)] * 6)),
     ("data sorted by class -> equal-targets, warning 0 logits: each of 5 batches that were inspected, all labels",
      looking([alike(i) for i in range(5)]), looking([alike(i) for i in range(4)])),
+    ("sorted data that are known by heart at times -> equal-targets, warning 0 logits: each of 5 batches that were",
+     looking([alike(0), alike(1), fitted(), alike(2), alike(3), alike(4)])),
     ("batches of few labels -> equal-targets, warning 0 logits: of the variance of labels in the first 8 batches that",
      looking([few(i) for i in range(8)]), looking([few(i) for i in range(7)]),
      looking([few(i, spread=6.0) for i in range(8)]), looking([few(i, labels=7) for i in range(8)]),
