@@ -194,6 +194,9 @@ _KEEP = (
 )
 
 
+_BESIDE = 16  # steps of another optimizer that are no chance
+_TWO = ("two optimizers that were made of the same parameters, of which both step",)
+_KEEP_ONE = ("give each parameter to one optimizer, and remove the step() of the other",)
 _UNTRAINED_YET = ", and looks newly initialised: nothing has trained it"
 _NOT_LOADED = "a checkpoint that was not loaded before its layers were frozen, or more frozen layers than were meant"
 _NOT_THAWED = ("a network that was frozen while another one trains, and not unfrozen for its own steps",)
@@ -209,14 +212,15 @@ class OptimizerCoverage(Rule):
     """An optimizer that does not hold exactly the parameters that should train.
 
     It warns about parameters with gradients that are not in the optimizer, about parameters in the optimizer that are
-    not the model's and have no gradient, about an optimizer that another one has replaced, and about parameters that
-    the first loss depends on, are neither in the model nor in an optimizer, and have not changed 16 steps later.
+    not the model's and have no gradient, about an optimizer that another one replaces or that steps beside it, and
+    about parameters that the first loss depends on, are neither in the model nor in an optimizer, and have not changed
+    16 steps later.
 
     It is an info for parameters without gradients that are not in the optimizer, such as a target network, for those
     that are trained though they are not the model's, and for frozen ones. Frozen parameters are a warning if they are
     most of the model and were trained before, if they are half of its weights and look newly initialised, or if they
-    are between layers of the same kind that train. Where networks train
-    in turn, as in a GAN, they are one if they could train at first and stay frozen for a hundred steps.
+    are between layers of the same kind that train. Where networks train in turn, as in a GAN, they are one if they
+    could train at first and stay frozen for a hundred steps.
     """
 
     name = "optimizer-coverage"
@@ -281,7 +285,7 @@ class OptimizerCoverage(Rule):
                     yield self.found(seen.step, names[0], text, "parameter", severity, causes, **evidence)
 
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
-        """Reports an optimizer that has taken steps, and takes none any more while its parameters change."""
+        """Reports that another optimizer steps the parameters, instead of the one that did before or beside it."""
         rests, self._last_look = seen.step - self._last_look, seen.step
         taken = seen.value.steps
         self._has_stepped |= taken > 0
@@ -291,6 +295,14 @@ class OptimizerCoverage(Rule):
             text = f"step() of the optimizer was called in {taken or 'none'} of the last {rests} steps, though its "
             text += "parameters changed in all of them"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
+
+        steps = seen.value.steps_beside
+        if taken and steps >= max(_BESIDE, rests / 2) and self.begins("beside", seen.step):
+            text = (
+                f"another optimizer ({seen.value.beside}) steps the same parameters: it took {steps} steps in the last "
+            )
+            text += f"{rests}, beside {taken} of the optimizer that is watched"
+            yield self.found(seen.step - rests, "optimizer", text, causes=_TWO, advice=_KEEP_ONE, steps=steps)
 
     def _not_thawed(self, seen: Observation, window: Window) -> Iterable[Finding]:
         """Reports a network that was trainable and is frozen in all steps of its optimizer, where networks take turns.

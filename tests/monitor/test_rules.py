@@ -219,6 +219,11 @@ def covered(*looks: Mapping[str, Any], every: int = 5, **more: Any) -> Story:
     return seen("coverage", *made, every=every, first=0, **more)
 
 
+def beside(taken: int, others: int, every: int = 50) -> Story:
+    """So many steps of the optimizer, and of another one of the same parameters, up to the second look."""
+    return covered({}, {"steps": taken, "steps_beside": others, "beside": "SGD"}, every=every)
+
+
 def set_to(*settings: Mapping[str, float], every: int = 50) -> Story:
     """Settings that change every so many steps."""
     return Story(every * len(settings), settings={every * i: by_name for i, by_name in enumerate(settings)})
@@ -811,6 +816,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("half is not thawed -> optimizer-coverage, info 0 x: is frozen", not_thawed(3, rows=8)),
     ("what is frozen at first, without a rival -> optimizer-coverage, info 0 x: is frozen",
      not_thawed(9, has_other_optimizer=False)),
+    ("two optimizers -> optimizer-coverage, warning 0 optimizer: another optimizer (SGD) steps the same parameters",
+     beside(50, 25), beside(50, 24), beside(0, 50), beside(50, 15, every=20)),
     ("another one trains -> optimizer-coverage, warning 50 optimizer: was called in 2 of the last 50 steps",
      progress((0, 0), (50, 50), (2, 50)), progress((0, 0), (50, 50), (2, 49)), progress((0, 0), (50, 50), (3, 50)),
      progress((0, 0), (0, 50))),
@@ -1236,7 +1243,7 @@ STORIES: list[tuple[Any, ...]] = [
      looking([alike(1)] * 6, run=RIVAL), looking([facts(label=1)] * 6)),
     ("data sorted by class -> equal-targets, warning 0 logits: each of 5 batches that were inspected, all labels",
      looking([alike(i) for i in range(5)]), looking([alike(i) for i in range(4)])),
-    ("sorted data that are known by heart at times -> equal-targets, warning 0 logits: each of 5 batches that were",
+    ("sorted data that are known by heart at times -> equal-targets, warning 0 logits: each of 4 batches that were",
      looking([alike(0), alike(1), fitted(), alike(2), alike(3), alike(4)])),
     ("batches of few labels -> equal-targets, warning 0 logits: of the variance of labels in the first 8 batches that",
      looking([few(i) for i in range(8)]), looking([few(i) for i in range(7)]),

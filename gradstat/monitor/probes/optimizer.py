@@ -48,7 +48,8 @@ class OptimizerSteps(Probe):
         self._renewals = 0
         self._is_alone = True  # no other optimizer has stepped
         self._stepping = unwrapped(self._optimizer)  # the one that hooks get
-        self._watched: set[int] = set()
+        self._watched, self._trained = set[int](), set[int]()
+        self._steps_beside, self._beside = 0, ""  # steps of another optimizer of the same parameters, and its class
         self._trainable = {id(p) for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad}
         self.handles += register_optimizer_step_post_hook(Hook(self._has_stepped)), self._gradient
 
@@ -63,10 +64,13 @@ class OptimizerSteps(Probe):
             self._is_alone = False
             if weakref.ref(optimizer) not in _optimizers:
                 _optimizers.add(weakref.ref(optimizer, _optimizers.discard))
-            first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
-            self.has_other_optimizer = self.has_other_optimizer or (
-                bool(self._watched and first) and id(first[0]) not in self._watched
-            )
+            group = optimizer.param_groups[0]
+            first = id(next(iter(group["params"]), None))  # enough, and not a loop over all in each step
+            if self._watched and group["params"] and first not in self._watched:
+                self.has_other_optimizer = True
+            # A wrapper, as of Lookahead, has the same groups.
+            elif first in self._trained and group is not self._stepping.param_groups[0]:
+                self._steps_beside, self._beside = self._steps_beside + 1, type(optimizer).__name__
             return
         self._steps += 1
         self._all_steps += 1
@@ -95,9 +99,9 @@ class OptimizerSteps(Probe):
 
     def begin(self, step: Pending, named: NamedParameters) -> None:
         # Gradients of the last parameters are usually complete first, before others of the same bucket change.
-        self._watched, trained = set(map(id, named.parameters)), ids_of(self._optimizer)
+        self._watched, self._trained = set(map(id, named.parameters)), ids_of(self._optimizer)
         if hasattr(self._stepping, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
-            self._gradient.follow([p for p in named.parameters[::-1] if id(p) in trained])
+            self._gradient.follow([p for p in named.parameters[::-1] if id(p) in self._trained])
         if self.period:
             self.take(step, named)
 
@@ -105,11 +109,12 @@ class OptimizerSteps(Probe):
         changes = self._gradient.changes()
         if self.run.source.is_loop and self._is_alone and self._all_steps:
             self._gradient.observe_unused(step)
-        steps, self._steps, self._asks_age = self._steps, 0, _ASKED
-        step.observe(
-            "coverage",
-            self._coverage(named)._replace(steps=steps, changes=changes, age=self._age, all_steps=self._all_steps),
-        )
+        coverage = self._coverage(named)._replace(
+            steps=self._steps, changes=changes, age=self._age, all_steps=self._all_steps,
+            steps_beside=self._steps_beside, beside=self._beside,
+        )  # fmt: skip
+        self._steps, self._steps_beside, self._asks_age = 0, 0, _ASKED
+        step.observe("coverage", coverage)
 
     def _coverage(self, named: NamedParameters) -> Coverage:
         """Compares the optimizer with the watched parameters."""
@@ -161,6 +166,8 @@ class Coverage(NamedTuple):
     frozen_since: Sequence[str] = ()  # of the frozen ones, those that were trainable when the monitor was made
     steps: int = 0  # that the optimizer has taken since the last look, as far as known
     changes: int = 0  # in place since then, of one of its parameters
+    steps_beside: int = 0  # steps since then of another optimizer of the same parameters
+    beside: str = ""  # its class
     age: float = math.inf  # the steps that its states count, right after the last look; infinity if not known
     all_steps: int = 0  # that it has taken since the monitor was made
 
