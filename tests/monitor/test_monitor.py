@@ -348,16 +348,14 @@ def test_a_network_that_is_not_thawed_for_its_own_turn_is_told(
 @pytest.mark.parametrize("is_wrapper", [False, True])
 def test_another_optimizer_of_the_same_parameters_is_told(is_wrapper: bool) -> None:
     model, optimizer, monitor = made(on_anomaly="record")
-    other = torch.optim.SGD(model.parameters(), lr=1e-3)
+    other = type(optimizer)(model.parameters(), lr=1e-3)
     if is_wrapper:  # as that of Lookahead, which has the groups of the optimizer inside
         other.param_groups = optimizer.param_groups
     optimizer.register_step_post_hook(lambda *_: other.step())
     trained(model, optimizer, monitor, 60)
     monitor.flush()
     told = [one.text for one in monitor.findings if one.rule == "optimizer-coverage"]
-    text = (
-        "another optimizer (SGD) steps the same parameters: it took 50 steps in the last 50, beside 50 of the optimizer"
-    )
+    text = "another optimizer (AdamW) steps the same parameters: it took 50 steps in the last 50, beside 50 of the optimizer"
     assert told == ([] if is_wrapper else [f"{text} that is watched"])
 
 
