@@ -355,8 +355,8 @@ def test_another_optimizer_of_the_same_parameters_is_told(is_wrapper: bool) -> N
     trained(model, optimizer, monitor, 60)
     monitor.flush()
     told = [one.text for one in monitor.findings if one.rule == "optimizer-coverage"]
-    text = "another optimizer (AdamW) steps the same parameters: it took 50 steps in the last 50, beside 50 of the optimizer"
-    assert told == ([] if is_wrapper else [f"{text} that is watched"])
+    text = "another optimizer (AdamW) steps the same parameters: it took 50 steps in the last 50, beside 50"
+    assert told == ([] if is_wrapper else [f"{text} of the optimizer that is watched"])
 
 
 class Normalized(torch.optim.SGD):
