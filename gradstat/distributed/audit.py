@@ -83,7 +83,12 @@ class NormAudit(Judged):
             lines += lines_of(self.explanations, _SHOWN, lambda one: f"    {one}", "    and {} more")
         elif not self.agrees and not math.isnan(self.whole):
             largest = sorted(self.parts, key=lambda part: -part.norm)[:_LARGEST]
-            lines.append("  no explanation found. Did anything, such as a clip, change the gradients after that norm?")
+            scale = self.whole / max(self.reported)
+            lines.append(
+                f"  a clip by {scale:.3g} after that norm would explain it: pass the norm of a clip with the limit 1e9"
+                if len(given) == 1 and 0 < scale < 1
+                else "  no explanation found. Did anything, such as a clip, change the gradients after that norm?"
+            )
             lines.append("  The largest contributions:")
             for part in largest:
                 where = format_ranks(part.ranks) if len(part.ranks) == 1 else f"on {len(part.ranks):,} ranks"
@@ -344,7 +349,11 @@ def _nonfinite(by_rank: Mapping[int, Sequence[_Piece]]) -> Iterator[str]:
         for piece in pieces:
             nan, inf = (int(count) for count in piece.row[_fields.NONFINITE])
             if nan or inf:
-                yield f"{nan_and_inf(nan, inf)} in {printable(piece.name)} on rank {rank}, the first that is not finite"
+                every = [one for of_rank in by_rank.values() for one in of_rank]
+                are_all = all(one.row[_fields.NONFINITE].any() for one in every) and len(every) > 1
+                more = "; all gradients have some, as after a clip with a NaN norm: call gradstat.check before it"
+                where = f"{printable(piece.name)} on rank {rank}, the first that is not finite"
+                yield f"{nan_and_inf(nan, inf)} in {where}{more * are_all}"
                 return
 
 

@@ -132,7 +132,9 @@ class Diagnosis(Judged):
         counts = [sum(f.severity == severity for f in counted) for severity in ("error", "warning")]
         words = " and ".join(count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n)
         followed = sum(map(len, self._followed().values()))
-        words += f" (and {count_of(followed, 'finding')} that followed)" * bool(followed)
+        errors = sum(_follows(f) and f.severity == "error" for f in self.findings)
+        also = f", {count_of(errors, 'error')} among them" * bool(errors)
+        words += f" (and {count_of(followed, 'finding')} that followed{also})" * bool(followed)
         name = f", {first.name}" * (first.about != "series" and first.name not in first.text)
         return printable(
             f"{words} in {count_of(self.steps, 'step')} of {self.model}; first in step {first.step}{name}: "

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import LastingRule, Records, RowsRule, Rule, bounded, carried, median
+from gradstat.rules.base import LastingRule, RowsRule, Rule, bounded, carried, median
 from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
@@ -277,7 +277,8 @@ class RepeatedBatch(_RankRule):
     _last, _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
     # The last samples, each once for a step: position in `INPUT_KINDS`, step, number rounded to 32 bits, loss, and by
     # how many bits those of the step differ.
-    _met, _MOST = carried(Records(5)), 1024
+    _WIDTH = 5
+    _met, _MOST = carried(list[float]()), 1024 * _WIDTH
 
     def __init__(self, in_a_row: int = 20) -> None:
         super().__init__()
@@ -298,9 +299,12 @@ class RepeatedBatch(_RankRule):
             loss = window.value("loss", int(np.searchsorted(window.steps, seen.step)))
             for name, bits, numbers in seen.value:
                 place, rounded = float(INPUT_KINDS.index(name[:5])), np.array(numbers, np.float32).tolist()
-                self._met += ([place, seen.step, *bounded([number, loss, bits])] for number in dict.fromkeys(rounded))
+                for number in dict.fromkeys(rounded):
+                    self._met += place, float(seen.step), *bounded([number, loss, bits])
                 del self._met[: -self._MOST]
-                yield from self._judge_samples(np.array([row for row in self._met if row[0] == place]), name)
+                # A state may hold any numbers.
+                met = np.reshape(self._met[len(self._met) % self._WIDTH :], (-1, self._WIDTH))
+                yield from self._judge_samples(met[met[:, 0] == place], name)
 
     def _judge_samples(self, met: Floats, name: str) -> Iterator[Finding]:
         """Judges the last samples of a kind, a row each."""

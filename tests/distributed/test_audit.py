@@ -327,15 +327,22 @@ def test_what_is_not_finite_is_named_and_nothing_explained() -> None:
     assert "1 NaN in blocks.0.up.weight on rank 1, the first that is not finite" in str(audit)
     assert (audit.agrees, audit.explanations, math.isnan(audit.whole)) == (False, (), True)
     assert audit_norm(made.named, math.nan).agrees
+    assert "gradstat.check before it" not in str(audit)
+    for _, parameter in made.named:
+        local(parameter.grad).fill_(math.nan)
+    assert "as after a clip with a NaN norm: call gradstat.check before it" in " ".join(
+        str(audit_norm(made.named, 1.0)).split()
+    )
 
 
 @on_ranks(2)
 def test_no_mistake_is_made_up() -> None:
     made = make("tp", 5)
-    audit = audit_norm(made.named, made.norm * 1.2345)
-    assert audit.explanations == ()
-    assert "no explanation found. " in str(audit)
-    assert len(str(audit).splitlines()) <= 15
+    for factor, words in ((1.2345, "a clip by 0.81 after that norm would explain it"), (0.9, "no explanation found. ")):
+        audit = audit_norm(made.named, made.norm * factor)
+        assert audit.explanations == ()
+        assert words in str(audit)
+        assert len(str(audit).splitlines()) <= 15
 
 
 @on_ranks(2)
