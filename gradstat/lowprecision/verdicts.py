@@ -104,7 +104,7 @@ def summary_of(formats: Sequence[str], table: Sequence[Row]) -> list[str]:
     lines = []
     for format in formats:
         kept = list(dict.fromkeys(row["layer"] for row in table if row["format"] == format and row["keep"]))
-        line = f"{format}: {layers - len(kept)} of {count_of(layers, 'layer')}"
+        line = f"{format}: suits {layers - len(kept)} of {count_of(layers, 'layer')}"
         lines.append(line + (f"; keep {listed(kept, _NAMED)}" if kept else ""))
     return lines
 

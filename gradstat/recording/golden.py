@@ -67,7 +67,8 @@ class Deviation:
             problem = "absent, but present" if self.feature == "absent" else "not finite, but finite"
             return printable(f"{what}: {problem} in all golden runs")
         what += f", {self.feature}" if self.feature != "value" else ""
-        numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
+        average = " on average" * (self.last > self.step)
+        numbers = f"{self.value:.4g}{average} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
         return printable(f"{what}: {numbers}")
 
 
@@ -110,7 +111,7 @@ class GoldenComparison:
             lines.append(f"Like the {self.runs} golden runs in {steps_in_words(self.steps)}")
         else:
             at = self.findings[0]
-            when = steps_in_words((at.step, at.last))
+            when = f"step {at.step}" if at.step == at.last else f"a step between {at.step} and {at.last}"
             lines.append(printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}"))
             first = [deviation for deviation in self.findings if deviation.step == at.step]
             later = [f"  later, in step {deviation.step}: {deviation}" for deviation in self.findings[len(first) :]]
