@@ -83,12 +83,13 @@ class NormAudit(Judged):
             lines += lines_of(self.explanations, _SHOWN, lambda one: f"    {one}", "    and {} more")
         elif not self.agrees and not math.isnan(self.whole):
             largest = sorted(self.parts, key=lambda part: -part.norm)[:_LARGEST]
-            scale = self.whole / max(self.reported)
-            lines.append(
-                f"  a clip by {scale:.3g} after that norm would explain it: pass the norm of a clip with the limit 1e9"
-                if len(given) == 1 and 0 < scale < 1
-                else "  no explanation found. Did anything, such as a clip, change the gradients after that norm?"
-            )
+            if len(given) == 1 and 0 < self.whole < self.reported[0]:
+                clip = f"a clip by {self.whole / self.reported[0]:.3g} after that norm"
+                lines.append(f"  {clip} would explain it: pass the norm of a clip with the limit 1e9")
+            else:
+                lines.append(
+                    "  no explanation found. Did anything, such as a clip, change the gradients after that norm?"
+                )
             lines.append("  The largest contributions:")
             for part in largest:
                 where = format_ranks(part.ranks) if len(part.ranks) == 1 else f"on {len(part.ranks):,} ranks"

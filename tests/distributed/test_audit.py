@@ -335,10 +335,13 @@ def test_what_is_not_finite_is_named_and_nothing_explained() -> None:
     )
 
 
+NOTHING = "no explanation found. "
+
+
 @on_ranks(2)
 def test_no_mistake_is_made_up() -> None:
     made = make("tp", 5)
-    for factor, words in ((1.2345, "a clip by 0.81 after that norm would explain it"), (0.9, "no explanation found. ")):
+    for factor, words in ((1.2345, "a clip by 0.81 after that norm would explain it"), (0.9, NOTHING), (0, NOTHING)):
         audit = audit_norm(made.named, made.norm * factor)
         assert audit.explanations == ()
         assert words in str(audit)
