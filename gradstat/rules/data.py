@@ -276,7 +276,7 @@ class RepeatedBatch(_RankRule):
     # By name the last sum; by kind the share of steps with a change, and steps since the last.
     _last, _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
     # The last samples, each once for a step: position in `INPUT_KINDS`, step, number rounded to 32 bits, loss, and by
-    # how many bits those of the step differ.
+    # how many bits those of the step differ. One list of numbers, since a list each is work for the garbage collector.
     _WIDTH = 5
     _met, _MOST = carried(list[float]()), 1024 * _WIDTH
 

@@ -14,6 +14,7 @@ from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import (
     CHANCE,
     FLAT,
+    FORGETS,
     GROWN,
     HALF,
     LOWER,
@@ -177,9 +178,9 @@ class ShrinkingWeights(_ChangedWeights):
     advice = ("lower the optimizer's weight_decay, by a factor of ten at first",)
     series = "weight_decay"
 
-    # Shares of the norm and of chance, from which on a weight decay outweighs the loss in so many steps. The share of
-    # weights that a decay takes in a step is at most 6e-4 in 52 public programs.
-    _LESS, _SHARE, _FORGETS = (0.6, 0.9), (0.5, 0.2), 5e-3
+    # Shares of the norm and of chance, from which on a weight decay outweighs the loss in so many steps; and from which
+    # on one that takes `FORGETS` does.
+    _LESS, _SHARE = (0.6, 0.9), (0.5, 0.2)
     _LATER = 96
 
     _decay = carried(0.0)
@@ -190,7 +191,7 @@ class ShrinkingWeights(_ChangedWeights):
         yield from super().judge(window)
 
     def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:
-        forgets = rate * self._decay > self._FORGETS
+        forgets = rate * self._decay > FORGETS
         if self._decay > 0 and self._count >= self._LATER and grown < self._LESS[forgets]:
             return self._SHARE[forgets]
         return FLAT if grown < SHRUNK else 0.0

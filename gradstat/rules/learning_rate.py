@@ -11,7 +11,7 @@ import numpy as np
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import HUGE, Band, Records, RowsRule, Rule, around, bounded, carried, median, risen
 from gradstat.rules.changes import NO_DECAY, growth_of
-from gradstat.rules.course import NEVER_WARM, SCALED, LearningRule
+from gradstat.rules.course import FORGETS, NEVER_WARM, SCALED, LearningRule
 from gradstat.rules.rows import Rows, Window, rate_name
 
 # Conventions of gradstat. A rate jumps if it grows or falls by more than these factors in one step; step schedules
@@ -269,9 +269,7 @@ class HeavyDecay(RowsRule):
     # norm from which on weights have shrunk.
     _OUTWEIGHS, _SHRUNK = 0.5, 0.9
 
-    # The share of weights that a decay may take in a step, at most 6e-4 in 52 public programs. At the one here, half of
-    # what was learned is forgotten in 140 steps, whatever the loss. And for how many steps in a row.
-    _FORGETS, _STEPS = 5e-3, 48
+    _STEPS = 48  # in a row in which a decay takes too much
 
     _norm, _times = carried(math.nan), carried(0.0)  # in the first step
     _since = carried(dict[str, int]())  # by setting, the step since which its decay takes more
@@ -288,12 +286,12 @@ class HeavyDecay(RowsRule):
         for name, decay in run.settings.items():
             what, _, group = name.partition(" of group ")
             rates = window.scalars.get(rate_name(int(group)), first) if what == "weight_decay" and decay > 0 else None
-            if rates is None or not (np.fmax(rates, first) * decay > self._FORGETS).any():
+            if rates is None or not (np.fmax(rates, first) * decay > FORGETS).any():
                 self._since.pop(name, None)
                 continue
             shares = np.where(np.isnan(rates), first, rates) * decay
             for step, share in zip(window.steps.tolist(), shares.tolist(), strict=True):
-                since = self._since.get(name, step) if share > self._FORGETS else step + 1
+                since = self._since.get(name, step) if share > FORGETS else step + 1
                 self._since[name] = since
                 if step - since == self._STEPS - 1 and self.begins(name, step):
                     half = math.log(0.5) / math.log1p(-min(share, 1 - 1e-9))

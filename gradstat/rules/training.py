@@ -272,14 +272,14 @@ class OptimizerCoverage(Rule):
                 names = [name for name in parameters if f"{key} {name}" not in self._reported]
                 if names:
                     inner = _inner(names, window) if key == "frozen" else []
-                    is_new = key == "frozen" and _look_new(names, window)
                     is_late = key == "frozen" and seen.step > self._first_look and _are_most(names, window)
+                    is_new = key == "frozen" and not is_late and _look_new(names, window)
                     severity = self.severity if inner or is_late or is_new else severity
                     names = [*inner, *(name for name in names if name not in inner)]
                     self._reported |= {f"{key} {name}": seen.step for name in names}
                     more = same_for(len(names))
-                    where = ", between layers that train" if inner else _UNTRAINED_YET * (is_new and not is_late)
-                    causes = self.led_by(_NOT_LOADED) if is_new and not is_late else None
+                    where = ", between layers that train" if inner else _UNTRAINED_YET * is_new
+                    causes = self.led_by(_NOT_LOADED) if is_new else None
                     evidence: dict[str, Any] = {"what": key, "parameters": names[:20]}
                     text = f"{names[0]} {words}{where}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, causes, **evidence)

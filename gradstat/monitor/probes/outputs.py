@@ -22,7 +22,7 @@ _ACTIVATIONS = {"sigmoid": Activation.SIGMOID, "ReLU": Activation.RELU}
 # Of larger outputs a sample is enough: so many rows, in all so many elements, and so many columns.
 MOST_ROWS, MOST_ELEMENTS, MOST_COLUMNS = 2048, 2**23, 16
 _FEW_PLACES, _FEW_OUTPUTS = 4, 8
-_FEW_KEPT = 0.5  # the share of elements that a usual dropout sets to zero
+_USUAL_DROPOUT = 0.5  # the share of elements that it sets to zero
 _FEW_LABELS = 8  # so many gradients of other losses are not all as those of equal binary labels would be
 _FEW_SAMPLES, _FEW_COLUMNS = 32, 64  # samples that are compared in pairs, and elements of each
 
@@ -54,7 +54,7 @@ class Outputs(HookedProbe):
         if computed and "output 0" not in self.run.leaves:
             shares = [0.0]
             self.run.leaves["output 0"] = leaves_of(computed[0], lambda node: shares.append(dropped_by(node)))
-            if max(shares) > _FEW_KEPT:
+            if max(shares) > _USUAL_DROPOUT:
                 self.run.noted["dropped"] = max(shares)
             for at, one in enumerate(computed[1:_FEW_OUTPUTS], 1):
                 self.run.leaves[f"output {at}"] = leaves_of(one)
