@@ -30,7 +30,7 @@ from gradstat.rules.finite import (
     NonfiniteParameter,
 )
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
-from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, ShrinkingWeights, TinySteps
+from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, TinySteps
 from gradstat.rules.learning_rate import HeavyDecay, LearningRateJump, LongWarmUp
 from gradstat.rules.optimizer import (
     GradientsNotZeroed,
@@ -101,7 +101,6 @@ RULES: tuple[type[Rule], ...] = (
     NegativeLoss,
     DivergingStart,
     GrowingWeights,
-    ShrinkingWeights,
     TinySteps,
     NoLearning,
     RawTargets,

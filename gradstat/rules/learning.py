@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -14,14 +13,12 @@ from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import (
     CHANCE,
     FLAT,
-    FORGETS,
     GROWN,
     HALF,
     LOWER,
     NEVER_WARM,
     RATES,
     SCALED,
-    SHRUNK,
     SOON,
     SPAN,
     LearningRule,
@@ -32,6 +29,8 @@ from gradstat.rules.course import (
 from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
 from gradstat.rules.rows import Window
 
+_DECAYS = ("a weight decay that is far too large",)
+_LESS_DECAY = "lower the optimizer's weight_decay, by a factor of ten at first"
 _EPS = "an optimizer eps that is far too large, or a loss that is multiplied by almost 0"
 _USUAL_EPS = "use the optimizer's usual eps: 1e-8 for Adam"
 _HARD = "inputs that say little about the labels, or terms of the loss that work against each other"
@@ -91,17 +90,26 @@ class NegativeLoss(TargetsRule):
             yield from self._found_once(self._since, "loss", text, loss=now)
 
 
-class _ChangedWeights(LearningRule):
-    """Base of rules on the norm of all weights, which changes by far in 256 steps while the loss stays high."""
+class GrowingWeights(LearningRule):
+    """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high.
 
-    explained_by = (
-        "negative-loss", "no-learning", "unrelated-outputs", "diverging-start", "growing-weights", "shrinking-weights",
-    )  # fmt: skip
-    series: ClassVar[str]
+    Twice their norm suffices where they then stop, with a tenth of the first gradients, as dead units do. Nothing is
+    reported after 256 losses.
+    """
 
+    name = "growing-weights"
+    explained_by = ("negative-loss", "no-learning", "unrelated-outputs")
+    causes = RATES
+    advice = (LOWER,)
+
+    # The median size from which on they are large; the share of chance that suffices for classifiers in the first
+    # steps, and if they are huge. Of public programs one has large weights then, at a share of 0.66: an LSTM with a
+    # learning rate of 20.
+    _LARGE, _HUGE, _EARLY, _EARLY_SHARE, _HALF = 2.0, 6.0, 128, 0.75, 0.5
+    # Where most units are dead, weights have grown so, move less than this share between two looks, and get less than
+    # this share of the first gradients.
+    _JUMPED, _STILL, _DEAD = 2.0, 0.01, 0.1
     _STEPS, _FAR = 256, 30.0
-    # Between two looks, and as a share of the first gradients, where most units are dead.
-    _STILL, _DEAD = 0.01, 0.1
 
     _norm, _size = carried(math.nan), carried(math.nan)  # of all weights, and of the median one, at first
     _gradient, _last = carried(math.nan), carried(math.nan)  # the first norm of gradients, and the last of all weights
@@ -119,82 +127,31 @@ class _ChangedWeights(LearningRule):
                 continue
             is_still, self._last = abs(norm - self._last) < self._STILL * norm, norm
             grown, is_soon = norm / self._norm, SOON + HALF <= self._count <= self._STEPS
-            if is_soon and not window.run.has_other_optimizer:
-                row, more = int(window.steps.searchsorted(step)), max(grown, size / self._size if grown > 1 else 0.0)
-                is_dead = is_still and window.value("finite_norm", row) < self._DEAD * self._gradient
-                share = self._share(more, size, window.value("lr", row), is_dead)
+            if is_soon and grown > 1 and not window.run.has_other_optimizer:
+                gradient = window.value("finite_norm", int(window.steps.searchsorted(step)))
+                is_dead = is_still and gradient < self._DEAD * self._gradient
+                share = self._share(max(grown, size / self._size), size, is_dead)
                 loss, chance = median(self._recent[-HALF:]), self._chance
                 # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
                 if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
                     words = change_in_words(grown) or f"the norm of all weights is {grown:.2g} times its first value"
                     text = f"{words} after {self._count} steps; the loss is {loss:.4g}, and "
                     text += f"{'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
-                    yield from self._found_once(step, self.series, text, grown=grown, loss=loss)
+                    yield from self._found_once(step, "lr", text, grown=grown, loss=loss)
         self._take(window)
         self._is_over |= self._count > self._STEPS
 
-    def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:
+    def _share(self, grown: float, size: float, is_dead: bool) -> float:
         """The share of chance from which on weights may not have ``grown`` so, to a median ``size``; 0 if they may.
 
-        ``rate`` is the learning rate. ``is_dead`` says that weights have stopped, and that gradients are far smaller.
+        ``is_dead`` says that weights have stopped, and that gradients are far smaller.
         """
-        raise NotImplementedError
-
-
-class GrowingWeights(_ChangedWeights):
-    """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high.
-
-    Twice their norm suffices where they then stop, with a tenth of the first gradients, as dead units do.
-    """
-
-    name = "growing-weights"
-    causes = RATES
-    advice = (LOWER,)
-    series = "lr"
-
-    # The median size from which on they are large; the share of chance that suffices for classifiers in the first
-    # steps, and if they are huge. Of public programs one has large weights then, at a share of 0.66: an LSTM with a
-    # learning rate of 20.
-    _LARGE, _HUGE, _EARLY, _EARLY_SHARE, _HALF = 2.0, 6.0, 128, 0.75, 0.5
-    _JUMPED = 2.0
-
-    def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:
         if is_dead and grown > self._JUMPED:
             return self._HALF
         if grown < GROWN or size <= self._LARGE:
             return 0.0
         is_early = self._classes and self._count <= self._EARLY
         return (self._HALF if size > self._HUGE else self._EARLY_SHARE) if is_early else FLAT
-
-
-class ShrinkingWeights(_ChangedWeights):
-    """Weights that shrink to a third of their norm, or under weight decay to 60 % of it, while the loss stays high.
-
-    A decay that takes more than 1/200 of a weight in each step is reported at 90 % of the norm.
-    """
-
-    name = "shrinking-weights"
-    causes = ("a weight decay that is far too large",)
-    advice = ("lower the optimizer's weight_decay, by a factor of ten at first",)
-    series = "weight_decay"
-
-    # Shares of the norm and of chance, from which on a weight decay outweighs the loss in so many steps; and from which
-    # on one that takes `FORGETS` does.
-    _LESS, _SHARE = (0.6, 0.9), (0.5, 0.2)
-    _LATER = 96
-
-    _decay = carried(0.0)
-
-    def judge(self, window: Window) -> Iterable[Finding]:
-        decays = (value for name, value in window.run.settings.items() if name.startswith("weight_decay "))
-        self._decay = max(decays, default=0.0)
-        yield from super().judge(window)
-
-    def _share(self, grown: float, size: float, rate: float, is_dead: bool) -> float:
-        forgets = rate * self._decay > FORGETS
-        if self._decay > 0 and self._count >= self._LATER and grown < self._LESS[forgets]:
-            return self._SHARE[forgets]
-        return FLAT if grown < SHRUNK else 0.0
 
 
 class TinySteps(LearningRule):
@@ -285,7 +242,7 @@ class NoLearning(LearningRule):
     """
 
     name = "no-learning"
-    explained_by = ("negative-loss", "diverging-start", "growing-weights", "shrinking-weights", "unrelated-outputs")
+    explained_by = ("negative-loss", "growing-weights", "unrelated-outputs")
     causes, advice = UnrelatedOutputs.causes, UnrelatedOutputs.advice
 
     # What the loss may not have fallen by, and the classes from which on that counts: fewer are learned at once.
@@ -365,9 +322,10 @@ class NoLearning(LearningRule):
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], tuple[str, ...], str]:
         """The series that is to blame, causes and advice, and an addition to the text, by what the rows show."""
         share, norm, change = window.outputs.certain, window.value("norm", row), change_in_words(self._grown)
+        if change and self._grown > 1:
+            return "lr", RATES, (LOWER,), f"; {change}"
         if change:
-            of = GrowingWeights if self._grown > 1 else ShrinkingWeights
-            return of.series, of.causes, of.advice, f"; {change}"
+            return "weight_decay", _DECAYS, (_LESS_DECAY,), f"; {change}"
         if share > self._CERTAIN:
             return "loss", FarBeginning.causes, FarBeginning.advice, f"; {share:.0%} of the predictions are saturated"
         if norm < self._FADED * self._gradient:

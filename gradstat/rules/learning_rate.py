@@ -261,7 +261,7 @@ class HeavyDecay(RowsRule):
 
     name = "heavy-decay"
     kinds = ("parameter",)
-    explains = ("momentum-drift", "shrinking-weights", "dead-gradient", "no-learning", "unrelated-outputs")
+    explains = ("momentum-drift", "dead-gradient", "no-learning", "unrelated-outputs")
     causes = ("a weight decay that is far too large",)
     advice = ("lower the optimizer's weight_decay, or use one that decouples it from the gradients, as AdamW",)
 
