@@ -14,7 +14,6 @@ from gradstat.rules.clips import LateClip, ScaledClip, TinyClip
 from gradstat.rules.data import (
     BatchRange,
     ConstantFeature,
-    LabelRange,
     NonfiniteRank,
     RepeatedBatch,
     ReplicaMismatch,
@@ -51,7 +50,6 @@ RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
     NonfiniteBatch,
     BatchRange,
-    LabelRange,
     ConstantFeature,
     RepeatedBatch,
     LearningRateJump,
