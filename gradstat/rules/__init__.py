@@ -3,11 +3,9 @@
 from gradstat.rules.base import Rule
 from gradstat.rules.beginnings import (
     ConstantWeights,
-    DivergingStart,
     FarBeginning,
     HeavyDropout,
     IdleBatchNorm,
-    SmallBatchNorm,
     TinyWeights,
 )
 from gradstat.rules.clips import LateClip, ScaledClip, TinyClip
@@ -89,7 +87,6 @@ RULES: tuple[type[Rule], ...] = (
     UnchangedParameter,
     HeavyDropout,
     IdleBatchNorm,
-    SmallBatchNorm,
     ConstantWeights,
     TinyWeights,
     FarBeginning,
@@ -97,7 +94,6 @@ RULES: tuple[type[Rule], ...] = (
     SoftmaxDimension,
     EqualTargets,
     NegativeLoss,
-    DivergingStart,
     GrowingWeights,
     TinySteps,
     NoLearning,

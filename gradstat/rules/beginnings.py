@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, series, sizes_of_weights
-from gradstat.rules.course import LOWER, RATES, SOON, LearningRule
+from gradstat.rules.course import SOON, LearningRule
 from gradstat.rules.rows import Floats, Rows, Window
 
 
@@ -71,21 +71,6 @@ class IdleBatchNorm(RowsRule):
             text = f"the batch norm {idle[0]} is trained in eval mode: its running mean and variance are still 0 and 1 "
             text += f"after {step} steps" + same_for(len(idle))
             yield self.found(0, idle[0], text, "module", modules=idle[:20])
-
-
-class SmallBatchNorm(Rule):
-    """Batch norms that normalise two values together in the first step: they become 1 and -1, whatever they were."""
-
-    name = "small-batch-norm"
-    explains = ("no-learning", "unrelated-outputs")
-    causes = ("a batch of one or two samples",)
-    advice = ("use larger batches, of 16 samples or more", "use GroupNorm or LayerNorm, which do not need a batch")
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("normalised", []):
-            if 0 < seen.value <= 2:
-                text = "a batch norm normalises two values of each channel: they become 1 and -1, whatever they were"
-                yield self.found(seen.step, "batch", text, "batch", values=seen.value)
 
 
 def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:
@@ -171,33 +156,7 @@ class TinyWeights(LearningRule):
 _MARGIN = 10.0  # by which the logit of a certain prediction exceeds others
 
 
-class _FirstLosses(LearningRule):
-    """Base of rules on the first losses of a classifier, which may be sums over samples."""
-
-    # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
-    _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
-
-    def judge(self, window: Window) -> Iterable[Finding]:
-        looks = window.seen.get("outputs", [])
-        if looks and math.isnan(self._certain):
-            facts = looks[0].value
-            self._certain, self._labels, self._wrong = facts.certain, max(1, facts.labels), facts.certain - facts.right
-        for _ in self._follow(window):
-            self._is_over = True
-            if self._classes:
-                usual, first = math.log(self._classes), abs(self._first[0])
-                labels = max(self._labels, 1)  # a state may hold anything
-                # It may be a sum, but not of less than such mistakes cost.
-                is_sum = first / labels > max(usual / 2, _MARGIN * self._wrong)
-                yield from self._begun(first, first / labels if is_sum else first)
-            return
-
-    def _begun(self, first: float, each: float) -> Iterator[Finding]:
-        """Judges a loss that was ``first`` and has come to ``self._first``; ``each`` is that of a sample."""
-        raise NotImplementedError
-
-
-class FarBeginning(_FirstLosses):
+class FarBeginning(LearningRule):
     """A classifier whose first loss is far above that of guessing, with outputs or weights that are too large."""
 
     name = "far-beginning"
@@ -215,34 +174,27 @@ class FarBeginning(_FirstLosses):
     # The share of predictions that are certain; the median size of weights, up to 2.7 in healthy programs.
     _CERTAIN, _LARGE = 0.3, 5.0
 
+    # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
+    _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
     _size = carried(math.nan)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        first = _first_sizes(window) if math.isnan(self._size) else None
-        if first is not None:
-            self._size = median(first[1]) if first[0] else 0.0
-        yield from super().judge(window)
-
-    def _begun(self, first: float, each: float) -> Iterator[Finding]:
-        usual, share = math.log(self._classes), 0.0 if math.isnan(self._certain) else self._certain
-        if each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
-            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
-            text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
-            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
-
-
-class DivergingStart(_FirstLosses):
-    """A classifier whose loss begins near that of guessing and rises to five times that in the first 16 steps."""
-
-    name = "diverging-start"
-    causes = RATES
-    advice = (LOWER,)
-
-    # Times the first loss or that of guessing, by the median: others may have other terms.
-    _RISEN = 5.0
-
-    def _begun(self, first: float, each: float) -> Iterator[Finding]:
-        soon = median(np.abs(self._first))
-        if each < 2 * math.log(self._classes) and soon > self._RISEN * max(first, self._chance):
-            text = f"the loss began at {first:.4g}, and its median over the first {SOON} steps is {soon:.4g}"
-            yield from self._found_once(0, "lr", text, loss=soon, first=first)
+        sizes = _first_sizes(window) if math.isnan(self._size) else None
+        if sizes is not None:
+            self._size = median(sizes[1]) if sizes[0] else 0.0
+        looks = window.observed("outputs")
+        if looks and math.isnan(self._certain):
+            facts = looks[0].value
+            self._certain, self._labels, self._wrong = facts.certain, facts.labels, facts.certain - facts.right
+        for _ in self._follow(window):
+            self._is_over = True
+            usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
+            share = 0.0 if math.isnan(self._certain) else self._certain
+            # It may be a sum over samples, but not of less than such mistakes cost.
+            each = first / max(self._labels, 1)
+            each = each if each > max(usual / 2, _MARGIN * self._wrong) else first
+            if self._classes and each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
+                text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
+                text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
+                yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
+            return

@@ -76,9 +76,7 @@ class LearningRateJump(_GrowthRule):
 
     name = "learning-rate-jump"
     quiet = 10
-    explains = (
-        "loss-spike", "exploding-gradient", "parameter-jump", "diverging-start", "growing-weights", "no-learning",
-    )  # fmt: skip
+    explains = ("loss-spike", "exploding-gradient", "parameter-jump", "growing-weights", "no-learning")
     causes = (
         "a scheduler that is stepped twice, or per batch though it counts epochs (or the reverse)",
         "warm-up and decay that do not meet: the decay does not begin at the learning rate where the warm-up ends",

@@ -33,8 +33,8 @@ class GradientsNotZeroed(Rule):
 
     name = "gradients-not-zeroed"
     explains = (
-        "exploding-gradient", "loss-spike", "momentum-drift", "parameter-jump", "diverging-start", "growing-weights",
-        "no-learning", "unrelated-outputs",
+        "exploding-gradient", "loss-spike", "momentum-drift", "parameter-jump", "growing-weights", "no-learning",
+        "unrelated-outputs",
     )  # fmt: skip
     causes = (
         "optimizer.zero_grad() is not called between steps, or is called on another optimizer only",
@@ -117,7 +117,7 @@ class OptimizerMemory(Rule):
     name = "optimizer-memory"
     explains = (
         "parameter-jump", "exploding-gradient", "loss-spike", "momentum-drift", "second-moment-drop", "growing-weights",
-        "diverging-start", "no-learning", "unrelated-outputs",
+        "no-learning", "unrelated-outputs",
     )  # fmt: skip
     causes = ("the program clears optimizer.state, or loads an old state into the optimizer, in every step",)
     advice = ("make the optimizer and load its state once, before the loop",)

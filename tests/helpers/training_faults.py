@@ -313,10 +313,6 @@ def _deep_sigmoid() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
 
 
-def _normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, CLASSES))
-
-
 class _Gated(nn.Module):
     """A layer times a gate, which may be normalised over all gates of a sample: over one."""
 
@@ -454,9 +450,6 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: nn.init.constant_(training.model[2].weight, 0.05), step=0),
     Fault("a layer is initialised anew in every step", "MLP", "overwritten-parameter", "2.weight",
           every_step(1, lambda model: model[2].reset_parameters()), step=0, late=51, further=160),
-    Fault("a batch norm in batches of two", "MLP with batch norm", "small-batch-norm", "batch",
-          every_batch(lambda batch: (batch[0][:2], batch[1][:2])), lambda seed: train_mlp(seed, model=_normalised),
-          step=0),
     Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss",
           loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "far-beginning", "loss",

@@ -86,25 +86,17 @@ class LossGraph(NamedTuple):
     activated: ActivatedLogits | None  # if the loss takes logits, and gets what an activation has made of them
     is_sum: bool  # whether a loss has several terms, of which some may be detached
     has_no_sign: bool  # whether all losses are, up to a factor, of numbers that are never negative
-    normalised: int  # the smallest number of values that a batch norm normalises together, 0 without one
 
     @classmethod
     def of(cls, losses: list[Tensor]) -> LossGraph:
         leaves: Leaves = []
-        found, counts = _PositiveLeaves(), list[int]()
-
-        def look_at(node: Any) -> None:
-            found.look_at(node)
-            if _name(node).endswith("BatchNorm") and node._saved_training:
-                size, channels, *places = node._input_metadata[0].shape
-                counts.append(math.prod((size, *places)) if channels else 0)
-
+        found = _PositiveLeaves()
         for loss in losses:
-            leaves += leaves_of(loss, look_at)
+            leaves += leaves_of(loss, found.look_at)
         activated = (activated_logits(loss) for loss in losses)
         has_no_sign = all(map(is_never_negative, losses))
         first = next(filter(None, activated), None)
-        return cls(leaves, found.whole(), first, any(map(is_sum, losses)), has_no_sign, min(counts, default=0))
+        return cls(leaves, found.whole(), first, any(map(is_sum, losses)), has_no_sign)
 
 
 def leaves_of(computed: Tensor, visit: Callable[[Any], object] = id) -> Leaves:

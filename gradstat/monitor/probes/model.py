@@ -69,7 +69,6 @@ class ModelFacts(Probe):
             self.positive = {name: positive[id(p)] for name, p in pairs if id(p) in positive}
             if self._graph.activated is not None:
                 step.observe("activated", self._graph.activated)
-            step.observe("normalised", self._graph.normalised)
             step.observe("idle", self._idle(named))
             self._graph = None
         if step.step == _LOOK:
