@@ -14,14 +14,6 @@ from gradstat.rules.rows import Floats, Rows, Window
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
 
-def _unique(kind: str, rows: Rows) -> tuple[str, ...]:
-    """Names of the tensors of a kind that are unique among kinds."""
-    return tuple(f"{kind} {name}" for name in rows.names)
-
-
-_KEPT_FOR = 2  # such steps in a row
-
-
 class GradientsNotZeroed(Rule):
     """Optimizer steps whose gradients still contain those of the step before, since nothing has zeroed them.
 
@@ -42,24 +34,22 @@ class GradientsNotZeroed(Rule):
     )
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
 
+    _LEAST = 2  # such steps in a row
+
     _run = carried(0)
-    _reported = carried(False)
 
     def bands(self) -> Mapping[str, Band]:
-        return {} if self._reported else {"not_zeroed": (-math.inf, 0.0)}
+        return {} if self._run >= self._LEAST else {"not_zeroed": (-math.inf, 0.0)}
 
     def review(self, window: Window) -> Iterable[Finding]:
+        self._run *= "not_zeroed" in window.scalars
         for step, is_kept in series(window, "not_zeroed"):
             self._run = self._run + 1 if is_kept > 0 else 0
-            self._reported = self._reported and self._run > 0
-            if self._run >= _KEPT_FOR and not self._reported:
-                self._reported = True
+            if self._run == self._LEAST:
                 text = f"the gradients of the last {self._run} optimizer steps still contained those of the step "
                 text += "before: they are not zeroed between steps"
                 # It is known of a step when the next one is measured.
                 yield self.found(step - self._run, "gradients", text, in_a_row=self._run)
-        if "not_zeroed" not in window.scalars and len(window.steps):
-            self._run, self._reported = 0, False
 
 
 _NO_STEP = ("optimizer.step() is not reached, or gradstat.auto was given another optimizer than the one that steps",)
@@ -124,31 +114,22 @@ class OptimizerMemory(Rule):
 
     _cleared = carried(0)  # looks in a row
     _began, _recent = carried(math.nan), carried(list[float]())  # the first loss, and the last ones
-    _since = carried(-1)  # the step from which on the momentum is large
+    _usual_until = carried(-1)  # the last step whose momentum was not large
 
     def review(self, window: Window) -> Iterable[Finding]:
-        momentum, decay = window.run.momentum, window.run.least_decay
-        losses = [*self._recent, *window.losses.values]
+        losses, run = [*self._recent, *window.losses.values], window.run
         self._began, self._recent = losses[0] if losses and math.isnan(self._began) else self._began, losses[-_LAST:]
         has_risen = min(self._recent, default=0.0) > _RISEN * self._began > 0
-        most = _MAX_BETA if has_risen or window.run.step_size == "rate" else _MAX_MOMENTUM
-        settings = (
-            (momentum > most, "momentum", momentum, "momentum (or beta1)", "a momentum from 0.9 to 0.99"),
-            (decay < _LEAST_DECAY, "decay", decay, "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"),
-        )
-        for is_wrong, key, value, what, usual in settings if len(window.steps) else ():
-            step = int(window.steps[-1])
-            if key == "momentum":
-                self._since = -1 if value <= _MAX_BETA else int(window.steps[0]) if self._since < 0 else self._since
-                step = self._since
-            if is_wrong and self.begins(key, window.steps[-1]):
-                span = (
-                    f"the last {1 / (1 - value):,.0f} steps" if 0 < value < 1 else "all steps" if value else "one step"
-                )
-                averages = "gradients" if key == "momentum" else "squared gradients"
-                text = f"the {what} of the optimizer is {value:g}: it averages the {averages} of {span}"
-                advice = (f"use {usual}",)
-                yield self.found(step, "optimizer", text, causes=_INTERCHANGED, advice=advice, value=value)
+        most = _MAX_BETA if has_risen or run.step_size == "rate" else _MAX_MOMENTUM
+        for now in window.steps[-1:].tolist():
+            if run.momentum <= _MAX_BETA:
+                self._usual_until = now
+            elif run.momentum > most and self.begins("momentum", now):
+                what, usual = "momentum (or beta1)", "a momentum from 0.9 to 0.99"
+                yield self._averages(self._usual_until + 1, what, run.momentum, "gradients", usual)
+            if run.least_decay < _LEAST_DECAY and self.begins("decay", now):
+                what, usual = "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"
+                yield self._averages(now, what, run.least_decay, "squared gradients", usual)
         for seen in window.seen.get("coverage", []):
             is_cleared = seen.value.age <= 1 and seen.value.all_steps >= _TAKEN
             self._cleared = self._cleared + 1 if is_cleared else 0
@@ -156,6 +137,11 @@ class OptimizerMemory(Rule):
                 text = f"the optimizer has taken {seen.value.all_steps} steps, but its state has seen "
                 text += f"{seen.value.age:.0f}: it is cleared in every step"
                 yield self.found(seen.step, "optimizer", text, steps=seen.value.all_steps)
+
+    def _averages(self, step: int, what: str, value: float, averaged: str, usual: str) -> Finding:
+        span = f"the last {1 / (1 - value):,.0f} steps" if 0 < value < 1 else "all steps" if value else "one step"
+        text = f"the {what} of the optimizer is {value:g}: it averages the {averaged} of {span}"
+        return self.found(step, "optimizer", text, causes=_INTERCHANGED, advice=(f"use {usual}",), value=value)
 
 
 # Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not matter. A momentum
@@ -194,63 +180,51 @@ class MomentumDrift(Rule):
     _lowest, _count = carried(math.inf), carried(0)  # since the momenta were measured: the lowest norm, and steps
 
     def review(self, window: Window) -> Iterable[Finding]:
-        yield from self._small(window, window.scalars.get("finite_norm", np.empty(0)))
-        norms = np.concatenate([[self._largest], window.scalars.get("finite_norm", ())])
-        norms[~np.isfinite(norms)] = 0.0
-        np.maximum.accumulate(norms, out=norms)
-        self._largest = float(norms[-1])
-        for kind, rows in _momenta(window):
-            for row, step in enumerate(rows.steps.tolist()):
-                largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
-                if not largest > 0:
-                    continue
-                sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
-                due = np.flatnonzero(sizes > _FACTOR * largest).tolist()
-                fresh = [i for i in due if self.begins(f"{kind} {rows.names[i]}", step)]
-                if fresh:
-                    i = max(fresh, key=lambda i: sizes[i])
-                    text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}, but the total "
-                    text += f"gradient norm has never exceeded {largest:.3g}"
-                    evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
-                    yield self.found(step, rows.names[i], text, about=kind, **evidence)
-
-    def _small(self, window: Window, norms: Floats) -> Iterator[Finding]:
-        """Finds that the optimizer averages far smaller gradients than were measured, which had these ``norms``."""
-        at, run = 0, window.run
-        squares = [("square_avg", rows)] if (rows := window.measured.get("square_avg")) is not None else []
-        for kind, rows in [*squares, *_momenta(window)][:1]:
+        norms, at = np.nan_to_num(window.scalars.get("finite_norm", np.empty(0)), posinf=0.0).tolist(), 0
+        # RMSprop's momentum averages gradients over their size.
+        kinds = () if "square_avg" in window.measured else ("exp_avg", "momentum_buffer")
+        for kind, rows in ((kind, window.measured[kind]) for kind in kinds if kind in window.measured):
             for row, step in enumerate(rows.steps.tolist()):
                 stop = int(np.searchsorted(window.steps, step))
-                lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
-                at, self._lowest, self._count = stop, math.inf, 0
-                numbers = np.sqrt(np.abs(rows.field("sum"))) if squares else rows.l2_norm
-                numel = rows.tensors.numel.sum()
-                norm = math.hypot(*np.nan_to_num(numbers[row]).tolist())
-                if count < _ENOUGH or not (norm and 0 < lowest < math.inf and _are_of_all(rows.names, window)):
-                    continue
-                ratio = norm / lowest
-                is_sum = kind == "momentum_buffer" and self._ratio == 1
-                falls = (_SUM_FALLS if is_sum else 1) * _FALLS
-                has_fallen = ratio < falls * self._ratio and norm < _NORM_FALLS * _FALLS * self._norm
-                if squares:
-                    has_fallen, is_tiny = False, ratio < _FALLS and norm < run.optimizer_eps * math.sqrt(numel)
-                else:
-                    is_tiny = ratio < _LEAST and norm < _TINY
-                is_small = has_fallen or (run.is_torchs and is_tiny)
-                if is_small and self.begins("small", step):
-                    text = f"the optimizer's {kind} has a total norm of {norm:.3g}, but the gradient norm was at least "
-                    text += f"{lowest:.3g} in the last {count} steps: optimizer.step() gets smaller gradients than "
-                    text += "those that were measured"
-                    evidence = {"norm": norm, "gradients": lowest}
-                    yield self.found(step - count, "optimizer", text, kind, None, _SMALLER, (), **evidence)
-                self._ratio, self._norm = min(self._ratio or 1.0, ratio), min(self._norm or norm, norm)
-        self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
+                self._take(norms[at:stop])  # those of earlier steps, which produced the state
+                at = max(at, stop)
+                sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
+                yield from self._large(step, kind, rows.names, sizes)
+                yield from self._small(step, kind, rows.names, sizes, window)
+        self._take(norms[at:])
 
+    def _take(self, norms: list[float]) -> None:
+        """Takes the ``norms`` of the gradients of further steps."""
+        self._largest, self._lowest = max([self._largest, *norms]), min([self._lowest, *norms])
+        self._count += len(norms)
 
-def _momenta(window: Window) -> list[tuple[str, Rows]]:
-    """The averages of gradients, by kind; RMSprop's ``momentum_buffer`` is one of gradients over their size."""
-    kinds = ("exp_avg", "momentum_buffer") if window.measured.get("square_avg") is None else ()
-    return [(kind, rows) for kind in kinds if (rows := window.measured.get(kind)) is not None]
+    def _large(self, step: int, kind: str, names: tuple[str, ...], sizes: Floats) -> Iterator[Finding]:
+        """Finds momenta whose ``sizes`` the gradients so far do not allow."""
+        due = np.flatnonzero(sizes > _FACTOR * self._largest).tolist() if self._largest > 0 else ()
+        fresh = [i for i in due if self.begins(f"{kind} {names[i]}", step)]
+        if fresh:
+            i = max(fresh, key=lambda i: sizes[i])
+            text = f"the optimizer's {kind} of {names[i]} has a norm of {sizes[i]:.3g}, but the total gradient norm "
+            text += f"has never exceeded {self._largest:.3g}"
+            evidence = {"norm": sizes[i], "largest_gradient": self._largest, "parameters": len(fresh)}
+            yield self.found(step, names[i], text, about=kind, **evidence)
+
+    def _small(self, step: int, kind: str, names: tuple[str, ...], sizes: Floats, window: Window) -> Iterator[Finding]:
+        """Finds that the optimizer averages far smaller gradients than were measured since the last look."""
+        norm, lowest, count = math.hypot(*sizes.tolist()), self._lowest, self._count
+        self._lowest, self._count = math.inf, 0
+        if count < _ENOUGH or not (norm and 0 < lowest < math.inf and _are_of_all(names, window)):
+            return
+        ratio = norm / lowest
+        is_tiny = ratio < _LEAST and norm < _TINY and window.run.is_torchs
+        falls = _FALLS * _SUM_FALLS if kind == "momentum_buffer" and self._ratio == 1 else _FALLS
+        has_fallen = ratio < falls * self._ratio and norm < _NORM_FALLS * _FALLS * self._norm
+        if (is_tiny or has_fallen) and self.begins("small", step):
+            text = f"the optimizer's {kind} has a total norm of {norm:.3g}, but the gradient norm was at least "
+            text += f"{lowest:.3g} in the last {count} steps: optimizer.step() gets smaller gradients than those that "
+            text += "were measured"
+            yield self.found(step - count, "optimizer", text, kind, None, _SMALLER, (), norm=norm, gradients=lowest)
+        self._ratio, self._norm = min(self._ratio or 1.0, ratio), min(self._norm or norm, norm)
 
 
 def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
@@ -286,7 +260,7 @@ class SecondMomentDrop(RowsRule):
     _norms, _when = carried(PerName(0.0)), carried(PerName(0))
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        decay, names = window.run.second_moment_decay, _unique(kind, rows)
+        decay, names = window.run.second_moment_decay, rows.names
         last_norms, when = self._norms.values_for(names), self._when.values_for(names)
         for row, step in enumerate(rows.steps.tolist() if decay else ()):
             norms = rows.l2_norm[row]
@@ -334,7 +308,7 @@ class SmallSecondMoment(LastingRule):
         # All zero means no gradient yet, which other rules report.
         low = rows.tensors.matrices & (largest < limit) & (largest > 0)
         needed = np.where((low.sum(1) == rows.tensors.matrices.sum())[:, None], 1, _MEASUREMENTS)
-        for row, fresh, _, since in self.lasting(rows, low, needed, _unique(kind, rows)):
+        for row, fresh, _, since in self.lasting(rows, low, needed):
             i = fresh[0]
             name, value = rows.names[i], largest[row, i]
             text = f"no element of {kind} of {name} exceeds {value:.3g}: eps ({eps:g}) dominates its updates"

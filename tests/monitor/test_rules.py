@@ -171,14 +171,6 @@ def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: Mapping[
     return one(kind, values, scalars={"finite_norm": every}, **more)
 
 
-def squared(size: float, norm: float = 1.0, eps: float = 1e-3) -> Story:
-    """Averages of squared gradients that have such a size, and a norm of gradients."""
-    rows = each((0, 50), [row(size, mean=size)])
-    settings = RunSettings(optimizer_eps=eps)
-    shown = {"names": ("x",), "shapes": [(8, 8)], "scalars": {"finite_norm": [norm] * 51}}
-    return rows_of("square_avg", rows, run=settings, **shown)
-
-
 def normalised(variance: float = 1.0, mean: float = 0.0, steps: int = 51, gradient: float = 0.1) -> Story:
     """The running statistics of a batch norm at first and in step 50, and the gradient of its weight."""
     cells = [row(mean, 8, 0 if mean else 8), row(variance, 8, min=variance)]
@@ -840,8 +832,6 @@ STORIES: list[tuple[Any, ...]] = [
     ("a momentum larger than all before -> momentum-drift, warning 100 x: never exceeded 8",
      moved("momentum_buffer", [1.0, 99.0, 101.0], norms={100: 1e6}),
      moved("momentum_buffer", [1.0, 99.0, 101.0], norms={99: 9.0})),
-    ("squares of tiny gradients -> momentum-drift, warning 0 optimizer: square_avg has a total norm of 0.00",
-     squared(1e-8), squared(1e-5), squared(1e-8, eps=1e-5), squared(1e-8, norm=0.02)),
     ("a tiny momentum -> momentum-drift, warning 0 optimizer: has a total norm of 0.00072, but the gradient norm",
      moved("exp_avg", [0.9e-4] * 2), moved("exp_avg", [1.1e-4] * 2), moved("exp_avg", [0.9e-4] * 2, norms={9: 0.1}),
      moved("exp_avg", [0.0] * 2), moved("exp_avg_sq", [0.9e-4] * 2), moved("exp_avg", [0.9e-4] * 2, tables=OF_ANOTHER),
