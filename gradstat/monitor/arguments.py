@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     periods: dict[str, int]
     asked: frozenset[str]  # the keys that ``watch`` names itself
     limit: Limit | None
+    num_classes: int | Mapping[str, int] | None
     guard: SpikeGuard | None
     options: MonitorOptions
     engine: Engine | None = None
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
         watch: Mapping[str, int] | Sequence[str] | None = None,
         rules: Iterable[Rule] | None = None,
         max_norm: float | AdaptiveClip | None = None,
+        num_classes: int | Mapping[str, int] | None = None,
         guard: SpikeGuard | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
         saves: bool = False,
@@ -62,11 +64,18 @@ class Settings(NamedTuple):
         expect("guard", guard, SpikeGuard | None, "a gradstat.SpikeGuard")
         if guard is not None and guard.scales:
             raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
+        counts: list[Any] = (
+            [*num_classes.values()] if isinstance(num_classes, Mapping) else [num_classes] * (num_classes is not None)
+        )
+        if any(type(number) is not int or number < 1 for number in counts):
+            raise ValueError(
+                f"num_classes is {num_classes!r}; expected an integer of at least 1, or a dict of them by path"
+            )
         table = PolicyTable(on_anomaly, [rule.name for rule in listed], (*POLICIES, *["checkpoint"] * saves))
         limit = checked_limit(max_norm)
         chosen = periods(watch)
         asked = frozenset(name for name, period in asked_for(watch).items() if period)
-        return cls(listed, table, chosen, asked, limit, guard, MonitorOptions.of(options))
+        return cls(listed, table, chosen, asked, limit, num_classes, guard, MonitorOptions.of(options))
 
     def with_model(
         self, model: nn.Module, optimizer: Optimizer | None, scaler: Any, replay: object, runs_steps: bool

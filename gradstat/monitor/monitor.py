@@ -77,6 +77,8 @@ class Monitor(Results):
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
         max_norm: The norm or adaptive clip that gradients are clipped by, if they are. Findings then do not advise to
             clip.
+        num_classes: Number of classes of the integer tensors passed to `check_batch`; or a mapping by path,
+            ``{"batch['labels']": 10}``, if not all of them are labels.
         guard: Makes ``optimizer`` skip steps whose norm, or loss as given to `step`, is an outlier; and steps that are
             not finite, like the policy ``"skip"``.
         source: Who takes the steps, where `gradstat.auto` or an integration does; None for a loop that calls `step`.
@@ -112,13 +114,14 @@ class Monitor(Results):
         save_to: str | Path | None = None,
         replay: Callable[..., Any] | bool = False,
         max_norm: float | AdaptiveClip | None = None,
+        num_classes: int | Mapping[str, int] | None = None,
         guard: SpikeGuard | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
         source: StepSource | None = None,
     ) -> None:
         settings = Settings.of(
-            on_anomaly=on_anomaly, watch=watch, rules=rules, max_norm=max_norm, guard=guard, options=options,
-            saves=source is not None and source.saves,
+            on_anomaly=on_anomaly, watch=watch, rules=rules, max_norm=max_norm, num_classes=num_classes, guard=guard,
+            options=options, saves=source is not None and source.saves,
         )  # fmt: skip
         self.source: StepSource = StepSource(model) if source is None else source
         scaler = inner_scaler(scaler)
@@ -229,10 +232,11 @@ class Monitor(Results):
     def check_batch(self, batch: Any) -> list[Finding]:
         """Inspects a batch before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
 
-        For what the model itself is not called with, since its floating inputs are measured anyway.
+        For what the model itself is not called with, since its floating inputs are measured anyway, and for labels.
 
-        Floating-point tensors are measured with the gradients of the step, without a host sync. With
-        ``watch={"rank_batches": n}``, the batches of all ranks are compared at once.
+        Floating-point tensors are measured with the gradients of the step. If ``num_classes`` was given, the range of
+        integer tensors is checked: on the CPU at once, so that a label out of range is reported before the loss fails
+        on it. No host sync on a GPU.
 
         Args:
             batch: What the data loader returned. Its tensors are held until the step, or longer if the monitor keeps

@@ -24,6 +24,7 @@ class MonitorOptions:
             least every sixteenth of the run or every 64 steps.
         rollback_every: For ``"rollback"``, the number of steps between two copies of the state to host memory. It is
             larger if the numbers of a step are read later than that.
+        ignore_index: A label value that marks positions without a label.
         backend: As in `gradstat.check`.
         extra_groups: As in `gradstat.check`, but in lists, not iterators, since every step reads them. Norms and counts
             are then those of all ranks, while findings about single tensors stay on their ranks.
@@ -37,6 +38,7 @@ class MonitorOptions:
     lag: int = 1
     review_every: int = 256
     rollback_every: int = 100
+    ignore_index: int = -100
     backend: str | None = None
     extra_groups: ExtraGroups | None = None
 

@@ -12,6 +12,7 @@ from gradstat.rules.clips import LateClip, ScaledClip, TinyClip
 from gradstat.rules.data import (
     BatchRange,
     ConstantFeature,
+    LabelRange,
     NonfiniteRank,
     RepeatedBatch,
     ReplicaMismatch,
@@ -48,6 +49,7 @@ RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
     NonfiniteBatch,
     BatchRange,
+    LabelRange,
     ConstantFeature,
     RepeatedBatch,
     LearningRateJump,

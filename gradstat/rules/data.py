@@ -207,6 +207,28 @@ def _is_by_nature(window: Window, step: int, name: str, share: float) -> bool:
     return False
 
 
+class LabelRange(Rule):
+    """Integer labels outside of the range of the classes."""
+
+    name = "label-out-of-range"
+    severity = "error"
+    causes = (
+        "labels that count from 1, or a number of classes that is too small",
+        "a padding label other than the loss's ignore_index",
+    )
+    advice = (
+        "compare labels.min() and labels.max() with the number of outputs",
+        "pass the padding label to the loss as ignore_index=",
+    )
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.seen.get("label", []):
+            for name, low, high, classes in seen.value:
+                if self.begins(name, seen.step):
+                    text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
+                    yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
+
+
 class _RankRule(Rule):
     """Base of rules about a comparison of ranks."""
 

@@ -443,7 +443,7 @@ HEALTHY: tuple[Healthy, ...] = (
 def serious_findings(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
     """Trains; returns the findings above severity info, and the monitor."""
     training = healthy.training(seed, steps)
-    monitor = training.monitor(watch=healthy.watch, max_norm=training.max_norm)
+    monitor = training.monitor(watch=healthy.watch, num_classes=TOKENS, max_norm=training.max_norm)
     for _ in training.steps(monitor, 0, steps):
         pass
     monitor.remove()

@@ -18,6 +18,7 @@ from helpers.ranks import Ranks
 from helpers.training import (
     CLASSES,
     RECORD,
+    TOKENS,
     Training,
     cross_entropy,
     factory,
@@ -53,6 +54,7 @@ class Fault:
     further: int = 6  # steps to train after it
     also: tuple[str, ...] = ()  # other rules that must be among the findings
     watch: dict[str, int] | None = None
+    num_classes: int | None = None
     ranks: int = 1  # run with DDP; the findings of rank 0 count
     broken_ranks: tuple[int, ...] = (0,)  # ranks on which the training is broken
 
@@ -86,7 +88,7 @@ def _inject(number: int) -> Outcome:
 def _injected(fault: Fault, training: Training) -> Outcome:
     if fault.step == 0:
         fault.breaks(training)
-    monitor = training.monitor(on_anomaly=RECORD, watch=fault.watch)
+    monitor = training.monitor(on_anomaly=RECORD, watch=fault.watch, num_classes=fault.num_classes)
     for step, begins in training.steps(monitor, 0, fault.step + fault.further):
         if begins and step == fault.step > 0:
             fault.breaks(training)
@@ -454,7 +456,7 @@ FAULTS: tuple[Fault, ...] = (
           loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "far-beginning", "loss",
           replaced_forward("head", lambda module, out: out * 1e3), lambda seed: train_gpt(seed, 1e-4), step=0,
-          further=110),
+          further=110, num_classes=TOKENS),
     Fault("tied weights: the optimizer holds the old head", "GPT", "optimizer-coverage",
           "param_groups[0]['params'][28]",
           lambda training: setattr(training.model.head, "weight", training.model.tokens.weight), train_gpt,
@@ -475,6 +477,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", _unbroken,
           step=0, ranks=2, watch={"rank_batches": 10}),
     # Data
+    Fault("labels start at 1 instead of 0", "MLP", "label-out-of-range", "batch[1]",
+          every_batch(lambda batch: (batch[0], batch[1] + 1)), step=0, num_classes=CLASSES),
+    Fault("labels out of range in one batch", "GPT", "label-out-of-range", "batch[1]",
+          next_batch(lambda batch: (batch[0], batch[1] - 1)), train_gpt, num_classes=TOKENS),
     Fault("NaN in an input of the model", "CNN", "nonfinite-batch", "input[0]", next_batch(_with_nan),
           lambda seed: replace(train_cnn(seed), shown=False), also=("nonfinite-loss",)),
     Fault("inputs of the model are zero", "MLP", "batch-range", "input[0]",

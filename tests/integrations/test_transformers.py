@@ -17,6 +17,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
+from gradstat.monitor import AnomalyError
 
 
 def dataset(count: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -234,6 +235,17 @@ def test_a_missing_or_damaged_state(make: Make, tmp_path: Path, monkeypatch: pyt
         again = make(max_steps=4)
         with install(again), pytest.raises(RuntimeError, match=rf"{STATE_FILE} is damaged.*Delete it to resume"):
             again.train(resume_from_checkpoint=str(folder))
+
+
+def test_labels_are_checked_before_the_loss_fails_on_them(make: Make) -> None:
+    def no_classes(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**sample, "labels": torch.tensor([7])}
+
+    trainer = make()
+    trainer.train_dataset = [no_classes(sample) for sample in dataset()]
+    watching = install(trainer, on_anomaly="raise", num_classes=5, watch={"inputs": 1})
+    with watching, pytest.raises(AnomalyError, match="labels"):
+        trainer.train()
 
 
 def test_a_negative_limit_of_the_trainer_is_none_and_the_same_limit_is_no_second_clip(make: Make) -> None:

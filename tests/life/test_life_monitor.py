@@ -81,6 +81,7 @@ class Program:
         self.options = {
             "on_anomaly": {"error": (self.policy, "record"), "warning": "record"},
             "watch": self.watch,
+            "num_classes": 3,
             "options": {
                 "history": self.history,
                 "review_every": self.random.choice([1, 3, 10, 64]),
@@ -151,6 +152,8 @@ class Program:
         labels = torch.randint(0, 3, (6,))
         if event == "batch":
             x[self.random.randrange(6), self.random.randrange(4)] = self.random.choice([math.nan, math.inf])
+        elif event == "label":
+            labels[0] = 7
         return x, labels
 
     def edit(self, event: str, gradients: list[Tensor]) -> None:
@@ -281,7 +284,7 @@ EVENTS: dict[str, Callable[[Program], object]] = {
     "state loaded": Program.load,
     "monitor replaced": Program.replace_monitor,
     "diagnosed": lambda p: str(p.monitor.diagnose()),
-    **dict.fromkeys(("batch", "loss", "gradient", "spike"), lambda p: None),
+    **dict.fromkeys(("batch", "label", "loss", "gradient", "spike"), lambda p: None),
 }
 
 

@@ -58,7 +58,7 @@ class Training:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        given = {"watch": WATCH, "guard": gradstat.SpikeGuard(window=16), **options}
+        given = {"watch": WATCH, "num_classes": 2, "guard": gradstat.SpikeGuard(window=16), **options}
         self.monitor = gradstat.Monitor(self.model, self.optimizer, on_anomaly="record", **given)
 
     def run(self, steps: int, bad: int | None = None) -> Self:

@@ -121,7 +121,7 @@ class Program:
             else:
                 if self.breaks:
                     patched.setattr(self.breaks, out_of_memory)
-                monitor, step = watched(way, self.model, self.optimizer, watch=EVERYTHING)
+                monitor, step = watched(way, self.model, self.optimizer, watch=EVERYTHING, num_classes=9)
             self._train(monitor, step)
         self._train(monitor, step)
         return monitor

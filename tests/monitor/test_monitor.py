@@ -513,6 +513,9 @@ STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
         ({"on_anomaly": {"error": "wran"}}, ValueError, "unknown policy 'wran'"),
         ({"on_anomaly": "skip"}, TypeError, "needs the optimizer"),
         ({"on_anomaly": "replay"}, TypeError, "replay=step_fn"),
+        ({"num_classes": 0}, ValueError, "num_classes is 0"),
+        ({"num_classes": True}, ValueError, "num_classes is True"),
+        ({"num_classes": {"batch": -1}}, ValueError, "num_classes is {'batch': -1}"),
         ({"model": [nn.Linear(2, 2)]}, TypeError, r"expected a torch\.nn\.Module, got list"),
         ({"rules": [default_rules]}, TypeError, "expected instances"),
         ({"rules": [type(default_rules()[0])]}, TypeError, "make an instance"),
@@ -569,6 +572,17 @@ def test_a_loss_is_noted_in_its_step_and_one_that_is_no_number_is_refused() -> N
     scalars = monitor.recording().scalars
     assert scalars["loss_nonfinite"].tolist() == [0, 0, 0, 1, 0, 2, 0, 0]
     assert scalars["missing"].tolist() == [0] * 7 + [8]
+
+
+def test_labels_out_of_range_are_reported_before_the_forward_pass() -> None:
+    """``num_classes`` may name the labels among other integers by their place in the batch."""
+    labels = torch.tensor([0, 3, -100, 1, 2, 0])
+    for classes, inputs in ((4, torch.randn(6, 8)), ({"batch['y']": 4}, torch.full((6, 8), 30_000))):
+        _, _, monitor = made(num_classes=classes)
+        assert monitor.check_batch({"x": inputs, "y": labels}) == []
+        (found,) = monitor.check_batch({"x": inputs, "y": labels.clamp(0) + 1})
+        assert (found.rule, found.name, found.step) == ("label-out-of-range", "batch['y']", 0)
+        assert found.evidence["high"] == 4
 
 
 @dataclasses.dataclass

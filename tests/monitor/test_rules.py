@@ -659,6 +659,7 @@ BESIDE_SQUARES = one("square_avg", [1.0, 1.0]).tables  # a running average of sq
 OF_ANOTHER = {"gradient": Table({0: [row(), row()]}, ("x", "y"), [(8, 8)] * 2)}  # one of two parameters
 CONVERGED = [2.0, 1.5, 1.0, 0.5, 0.1, *[0.01] * 5]
 report = SimpleNamespace
+LABELS = [("batch[1]", 0, 4, 4)]
 BAD_RANK = report(ok=False, nonfinite=["0.weight"], rank_of=lambda name: 1)
 
 # What happens -> the rule, and for each finding severity, step, name and a part of its text. Behind it the story, and
@@ -689,6 +690,8 @@ STORIES: list[tuple[Any, ...]] = [
      inputs([(0.5, 0.5)] * 20 + [(1.0, 0.0)] * 5)),
     ("inputs in a raw scale -> batch-range, warning 0 input[0]: the loss began at 20 and was 1.9 after 64",
      unscaled(), unscaled(spread=19.0), unscaled(reaches=0.1), unscaled(later=2.1), unscaled(bias="b.bias")),
+    ("a label too many -> label-out-of-range, error 3 batch[1]: the labels batch[1] run from 0 to 4; expected 0 to 3",
+     seen("label", LABELS), seen("other", LABELS)),
     ("equal samples -> constant-feature, warning 50 x: all samples of a batch are the same in x",
      constant(0.2, 1.0, 1.0), constant(0.2, 1.0, 0.2), constant(*[1.0] * 4, min=1.0)),  # a mask
     ("constant features -> constant-feature, warning 50 x: 95% of the features of x are the same in all samples of a",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,8 @@ class Inputs(HookedProbe):
         hook = Hook(self.keep)
         handle = hook_forward(called(run.model), hook, before=True, with_kwargs=True)
         super().__init__(run, {hook: handle})
+        classes = run.settings.num_classes
+        self._classes = dict(classes) if isinstance(classes, Mapping) else classes
         # In steps in which parameters are measured, features that are the same in all samples are looked for.
         self._telling = run.settings.periods["parameters"]
         self._segment = Segment("input", ())  # of the last pass with inputs
@@ -49,21 +51,28 @@ class Inputs(HookedProbe):
 
     def forget(self) -> None:
         self._batch: _Batch | None = None
+        self._labels: list[tuple[str, HostCopy]] = []  # on another device: the smallest and the largest, by path
         self._samples: list[tuple[str, HostCopy]] = []  # what `numbers_of` says of the batch and of a pass
         self._last, self._passes = _NOTHING, 0
         self._earlier = PassRows()
 
     def inspect(self, step: int, batch: Any) -> list[Observation]:
-        """Collects the tensors of a batch, to be measured with the step."""
-        self._samples = []
+        """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
+        of_cpu: list[tuple[str, HostCopy]] = []
+        self._labels, self._samples = [], []
         self._batch = _Batch(self._telling > 0 and step % self._telling == 0)
         every = [*tensors_in(batch, "batch")]
         if self._is_look(step):
             self._look_at(every)
         for path, tensor in every:
-            if tensor.numel() and not tensor.is_meta and measurable(tensor):
+            if not tensor.numel() or tensor.is_meta:
+                continue
+            if measurable(tensor):
                 self._batch.add("batch", path, tensor.detach())
-        return []
+            elif self._classes_of(path) and tensor.layout is torch.strided and _is_integer(tensor):
+                extremes = torch.aminmax(torch.where(tensor == self.run.settings.options.ignore_index, 0, tensor))
+                (of_cpu if tensor.is_cpu else self._labels).append((path, HostCopy(torch.stack(extremes))))
+        return [Observation("label", step, seen)] if (seen := self._out_of_range(of_cpu)) else []
 
     def _is_look(self, step: int) -> bool:
         """Whether the samples of ``step`` are compared with those of other steps."""
@@ -74,6 +83,15 @@ class Inputs(HookedProbe):
         every = [(path, tensor) for path, tensor in named if _LABELS not in path and tensor.dim()]
         if every and all(is_known(tensor) for _, tensor in every):
             self._samples.append((every[0][0], HostCopy(numbers_of([tensor for _, tensor in every]))))
+
+    def _classes_of(self, path: str) -> int | None:
+        """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
+        return self._classes.get(path) if isinstance(self._classes, dict) else self._classes
+
+    def _out_of_range(self, labels: list[tuple[str, HostCopy]]) -> list[tuple[str, int, int, int]]:
+        """Those of the ``labels`` that are outside of their classes: path, extremes, number. Waits for the copies."""
+        every = ((path, *copy.wait().tolist(), self._classes_of(path)) for path, copy in labels)
+        return [(path, low, high, classes) for path, low, high, classes in every if low < 0 or high >= classes]
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying():
@@ -114,6 +132,9 @@ class Inputs(HookedProbe):
 
     def take(self, step: Pending, named: NamedParameters) -> Iterable[Part] | None:
         batch, self._batch = self._batch, None
+        if self._labels:
+            step.late["label"] = functools.partial(self._out_of_range, self._labels)
+            self._labels = []
         if self.may_tell:  # a call in every step otherwise
             self.tell_unseen([] if batch is None and not self._passes else [""])
         if self._is_look(step.step) and not (last := self._last.unchanged()).has_others:
@@ -218,3 +239,8 @@ def _has_samples(tensor: Tensor) -> bool:
     if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return False
     return tensor.dim() > 1 and len(tensor) > 1 and tensor.numel() > 0
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or tensor.is_nested)
