@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 
 import numpy as np
 
@@ -17,8 +16,6 @@ from gradstat.rules.rows import Window
 _WITHIN = 100
 _MOST = 100  # findings that may explain others, which may have begun long before they are told
 
-_by_step = attrgetter("step")
-
 
 def explained(
     findings: Iterable[Finding], causes: Iterable[Finding], explains: Mapping[str, Sequence[str]]
@@ -28,18 +25,17 @@ def explained(
     ``explains`` has `gradstat.monitor.Rule.explains` by the name of a rule. An info explains nothing.
     """
     by_effect: dict[str, list[Finding]] = {}
-    for cause in sorted(causes, key=_by_step):
+    for cause in sorted(causes, key=lambda cause: cause.step):
         for effect in explains.get(cause.rule, ()) if cause.severity != "info" else ():
             by_effect.setdefault(effect, []).append(cause)
-    return [_explained(finding, by_effect.get(finding.rule, [])) for finding in findings]
-
-
-def _explained(finding: Finding, causes: Sequence[Finding]) -> Finding:
-    """``finding``, which the last of ``causes`` before it explains if it is near."""
-    before = causes[: bisect_right(causes, finding.step, key=_by_step)]
-    if not before or finding.step - before[-1].step > _WITHIN or "follows" in finding.evidence:
-        return finding
-    return _following(finding, before[-1], finding.severity == "warning")
+    marked = []
+    for finding in findings:
+        before = by_effect.get(finding.rule, [])
+        last = bisect_right(before, finding.step, key=lambda cause: cause.step) - 1
+        if last >= 0 and finding.step - before[last].step <= _WITHIN and "follows" not in finding.evidence:
+            finding = _following(finding, before[last], finding.severity == "warning")
+        marked.append(finding)
+    return marked
 
 
 def _following(finding: Finding, cause: Finding, is_info: bool) -> Finding:
@@ -70,13 +66,14 @@ class Consequences:
         finite = np.ones(len(window.steps), dtype=bool)
         for name in ("nonfinite", "loss_nonfinite"):
             finite &= ~(window.scalars.get(name, np.zeros(len(finite))) > 0)
-        healthy = window.steps[finite].tolist()
+        healthy = [self._healthy_at, *window.steps[finite].tolist()]
+        self._healthy_at = healthy[-1]
         folded = []
         for finding in findings:
             cause = self._nonfinite
             if finding.rule in ROOTS and finding.severity == "error":
                 follows = cause is not None and finding.rule in CONSEQUENCES
-                if cause is not None and any(cause.step < at < finding.step for at in [*healthy, self._healthy_at]):
+                if cause is not None and any(cause.step < at < finding.step for at in healthy):
                     # It is over, unless it has reached what is kept from step to step and was finite before.
                     is_kept = finding.rule in KEPT and finding.evidence.get("last_finite", -1) <= cause.step
                     follows = is_kept and (finding.rule == NonfiniteBuffer.name or not window.run.skipped_by)
@@ -85,5 +82,4 @@ class Consequences:
                 else:
                     self._nonfinite = finding
             folded.append(finding)
-        self._healthy_at = healthy[-1] if healthy else self._healthy_at
         return folded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,34 +20,45 @@ from gradstat.rules.rows import Rows, Window
 
 
 def _nonfinite_rows(
-    window: Window, kind: str, is_nonfinite: Callable[[Rows], npt.NDArray[Any]] | None = None
+    window: Window, kind: str, counts: Callable[[Rows], npt.NDArray[Any]] = attrgetter("nonfinite")
 ) -> Iterator[tuple[Rows, int, int, list[str]]]:
     """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the tensors.
 
-    ``is_nonfinite`` says which tensors of some rows are, ``[m, n]``; by default those with any.
+    ``counts``: which tensors of some rows have any, ``[m, n]``.
     """
     rows = window.measured.get(kind)
-    if rows is None:
-        return
-    nonfinite = rows.nonfinite if is_nonfinite is None else is_nonfinite(rows)
-    for row in np.flatnonzero(nonfinite.any(1)).tolist():
-        yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(nonfinite[row])]
+    if rows is not None:
+        nonfinite = counts(rows)
+        for row in np.flatnonzero(nonfinite.any(1)).tolist():
+            yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(nonfinite[row])]
 
 
-def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
-    position = rows.names.index(name)
-    counted: dict[str, Any] = {
-        "nan_count": int(rows.field("nan_count")[row, position]),
-        "inf_count": int(rows.field("inf_count")[row, position]),
-        "numel": int(np.broadcast_to(rows.numel, rows.nonfinite.shape)[row, position]),
-    }
-    first = rows.first_nonfinite(row, position)
-    return counted if first is None else {**counted, "first": first}
+def _described(rows: Rows, row: int, name: str) -> tuple[str, dict[str, Any]]:
+    """What a tensor has in a row, in words and as evidence."""
+    at = rows.names.index(name)
+    nan, inf = (int(rows.field(count)[row, at]) for count in ("nan_count", "inf_count"))
+    numel = int(np.broadcast_to(rows.numel, rows.nonfinite.shape)[row, at])
+    text, counted = f"{nan_and_inf(nan, inf)} in {numel:,} elements", {"nan_count": nan, "inf_count": inf}
+    first = rows.first_nonfinite(row, at)
+    if first is None:
+        return text, {**counted, "numel": numel}
+    return f"{text}, the first at {first}", {**counted, "numel": numel, "first": first}
 
 
-def _described(counted: dict[str, Any]) -> str:
-    where = f", the first at {counted['first']}" if "first" in counted else ""
-    return f"{nan_and_inf(counted['nan_count'], counted['inf_count'])} in {counted['numel']:,} elements{where}"
+def _nonfinite_inputs(window: Window, step: int) -> list[str]:
+    """What has NaN in ``step`` of the batch, and of what the model was called with; Inf may be a mask."""
+    return [
+        name
+        for kind in INPUT_KINDS
+        for _, _, at, names in _nonfinite_rows(window, kind, lambda rows: rows.field("nan_count") > 0)
+        for name in names
+        if at == step
+    ]
+
+
+def _nonfinite_parameters(window: Window, step: int) -> list[str]:
+    """The first parameter with NaN or Inf in each measurement up to ``step``."""
+    return [names[0] for _, _, at, names in _nonfinite_rows(window, "parameter") if at <= step]
 
 
 class NonfiniteBatch(Rule):
@@ -76,8 +89,8 @@ class NonfiniteBatch(Rule):
                 is_harmless = not any(window.value(name, at) > 0 for name in ("loss_nonfinite", "nonfinite"))
                 is_harmless &= not window.run.is_unfinished
                 for name in (name for name in nonfinite if name not in self._handled):
-                    counted = _counts(rows, row, name)
-                    text = f"{name} has {_described(counted)}"
+                    has, counted = _described(rows, row, name)
+                    text = f"{name} has {has}"
                     if is_harmless:
                         self._handled[name] = step
                         text += "; the loss and the gradients of this step are finite, so the program handles it"
@@ -89,26 +102,9 @@ class NonfiniteBatch(Rule):
                         yield self.found(step, name, text, kind, severity, advice=advice, **counted)
 
 
-def _nonfinite_inputs(window: Window, step: int) -> list[str]:
-    """What has NaN in ``step`` of the batch, and of what the model was called with; Inf may be a mask."""
-    measured = (one for kind in INPUT_KINDS for one in _nonfinite_rows(window, kind))
-    return [
-        name
-        for rows, row, at, names in measured
-        if at == step
-        for name in names
-        if _counts(rows, row, name)["nan_count"]
-    ]
-
-
-def _is_measured(window: Window, kind: str, step: int) -> bool:
-    rows = window.measured.get(kind)
-    return rows is not None and step in rows.steps
-
-
-_CLIP = "a clip before gradients were measured: one NaN makes the total norm NaN, and the clip spreads it to all"
-
-
+_LOSS = "a loss that was NaN: call monitor.step(loss), which reports one"
+_CLIP = "a clip before gradients were measured, which spreads one NaN to all: call monitor.step() before it"
+_ORIGIN = ('watch={"origin": 1} names the rank that produced it; DDP\'s all-reduce spreads it to every rank',)
 # So many steps in a row are no occasional overflows: a scale of 2**24 that is halved each time is 1 after 24.
 _OVERFLOWS = 50
 
@@ -148,55 +144,28 @@ class NonfiniteGradient(Rule):
                 continue
             self._in_a_row = 1
             name = window.run.first_in_backward(nonfinite)
-            counted = _counts(rows, row, name)
-            text = f"the gradient of {name} has {_described(counted)}; {len(nonfinite)} of {len(rows.names)} gradients "
+            has, counted = _described(rows, row, name)
+            text = f"the gradient of {name} has {has}; {len(nonfinite)} of {len(rows.names)} gradients "
             text += "are not finite" if len(nonfinite) > 1 else "is not finite"
-            severity: Severity = self.severity
-            if window.run.is_scaled:
-                severity = "info"
-                text += " (with a loss scaler, occasional overflows are normal)"
-            if window.run.skipped_by:
-                text += f"; {window.run.skipped_by} skips this step"
+            text += " (with a loss scaler, occasional overflows are normal)" * window.run.is_scaled
+            text += f"; {window.run.skipped_by} skips this step" * bool(window.run.skipped_by)
+            severity: Severity = "info" if window.run.is_scaled else self.severity
             evidence = {"parameters": nonfinite[:20], "nonfinite_tensors": len(nonfinite), **counted}
             causes: tuple[str, ...] = self.causes
-            advice: tuple[str, ...] = self.advice
-            if window.run.origin_is_unknown:
-                advice = (
-                    'watch={"origin": 1} names the rank that produced it; DDP\'s all-reduce spreads it to every rank',
-                    *advice,
-                )
+            advice = (*_ORIGIN, *self.advice) if window.run.origin_is_unknown else self.advice
             is_whole = len(nonfinite) == len(rows.names) > 1
             if is_whole and (rows.field("nan_count") == rows.numel)[row].all():
-                words, causes, advice = self._all_nan(window, step, causes, advice)
-                text += words
+                causes = (*self._causes_of_all(window, step), *causes)
             yield self.found(step, name, text, "gradient", severity, causes, advice, **evidence)
 
-    def _all_nan(
-        self, window: Window, step: int, causes: tuple[str, ...], advice: tuple[str, ...]
-    ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-        """The addition to the text, the causes and the advice if every element of every gradient is NaN.
-
-        That results from a NaN in the loss, in a weight or in an operation near the loss, or from a clip by a NaN norm.
-        """
-        scalars = {name: values[window.steps == step] for name, values in window.scalars.items()}
-        if (scalars.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
-            at <= step for _, _, at, _ in _nonfinite_rows(window, "parameter")
-        ):
-            return "", ("a loss or a parameter that is not finite, which has a finding of its own", *causes), advice
+    def _causes_of_all(self, window: Window, step: int) -> tuple[str, ...]:
+        """Why every element of every gradient is NaN: a loss, a weight, an input or the norm of a clip was."""
+        at = int(np.searchsorted(window.steps, step))
+        if window.value("loss_nonfinite", at) > 0 or _nonfinite_parameters(window, step):
+            return ("a loss or a parameter that is not finite, which has a finding of its own",)
         if inputs := _nonfinite_inputs(window, step):
-            return "", (f"{inputs[0]} is not finite", *causes), advice
-        by_hand = window.run.is_stepped_by_user
-        if by_hand:
-            causes = (_CLIP, *causes)
-            advice = ("call monitor.step() before clip_grad_norm_: it then names the gradient that was NaN", *advice)
-        else:
-            causes = (*causes, _CLIP)  # gradstat runs before the clips that it knows
-        if np.isfinite(scalars.get("loss", np.empty(0))).any():
-            return "; every element is NaN" + ", as after a clip by a NaN norm" * by_hand, causes, advice
-        causes = ("a loss that was NaN, because of the batch or of an operation in the forward pass", *causes)
-        how = "monitor.step(loss)" if by_hand else "a Monitor's step(loss)"
-        advice = (f"check the loss and the batch of that step; {how} reports a NaN loss", *advice)
-        return "; every element is NaN, as after the backward pass of a NaN loss", causes, advice
+            return (f"{inputs[0]} is not finite",)
+        return (_CLIP,) if math.isfinite(window.value("loss", at)) else (_LOSS, _CLIP)
 
 
 class NonfiniteLoss(Rule):
@@ -231,16 +200,13 @@ class NonfiniteLoss(Rule):
 
     def _causes(self, window: Window, step: int) -> tuple[str, ...]:
         """The causes that are left after what was measured of ``step``."""
-        nonfinite = _nonfinite_inputs(window, step) + [
-            name for _, _, at, names in _nonfinite_rows(window, "parameter") if at <= step for name in names[:1]
-        ]
-        if nonfinite:
+        if nonfinite := _nonfinite_inputs(window, step) + _nonfinite_parameters(window, step):
             return (f"{nonfinite[0]} is not finite",)
+        measured = {kind for kind, rows in window.measured.items() if step in rows.steps}
         operation, batch, parameters = self.causes
-        if any(_is_measured(window, kind, step) for kind in INPUT_KINDS):
+        if not measured.isdisjoint(INPUT_KINDS):
             batch = "a batch in which everything is masked out, so that a mean is 0 / 0"
-        is_known = _is_measured(window, "parameter", step)
-        return (operation, batch, *((parameters,) if not is_known else ()))
+        return (operation, batch) if "parameter" in measured else (operation, batch, parameters)
 
 
 # A single damaged batch accounts for one step. A loss that is not finite in so many will not recover.
@@ -261,10 +227,13 @@ class _NonfiniteTensor(Rule):
     causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
     advice_of_statistics: tuple[str, ...] = ()  # for running statistics of a normalisation
     is_updated: bool = False  # by the optimizer
-    _is_nonfinite: Any = None  # as for `_nonfinite_rows`
 
     _finite_at = carried(dict[str, int]())  # by kind, when its tensors were last measured and finite
     _last_bad = carried(-1)  # the last step that was taken with gradients that were not finite
+
+    def nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
+        """Which tensors are reported, ``[m, n]``."""
+        return rows.nonfinite
 
     def review(self, window: Window) -> Iterable[Finding]:
         bad = [self._last_bad, *(step for step, count in series(window, "nonfinite") if count > 0)]
@@ -274,13 +243,13 @@ class _NonfiniteTensor(Rule):
             every = window.tables[kind]
             finite = [self._finite_at.get(kind, -1), *every.steps[~every.nonfinite.any(1)].tolist()]
             self._finite_at[kind] = finite[-1]
-            for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._is_nonfinite):
+            for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self.nonfinite):
                 if not self.begins(kind, step):
                     continue
                 name = nonfinite[0]
-                counted = _counts(rows, row, name)
+                has, counted = _described(rows, row, name)
                 more = f"; {len(nonfinite)} of {len(rows.names)} are not finite" if len(nonfinite) > 1 else ""
-                text = f"the {self.what.format(kind=kind)} {name} has {_described(counted)}{more}"
+                text = f"the {self.what.format(kind=kind)} {name} has {has}{more}"
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": nonfinite[:20], "nonfinite_tensors": len(nonfinite), **counted}
                 is_statistic = bool(self.advice_of_statistics) and ".running_" in f".{name}"
@@ -349,7 +318,7 @@ class NonfiniteBuffer(_NonfiniteTensor):
 
     _inf_at_first, _numel = carried(PerName(0.0)), carried(PerName(-1.0))
 
-    def _is_nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
+    def nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
         at_first, last_numel = self._inf_at_first.values_for(rows.names), self._numel.values_for(rows.names)
         nonfinite = rows.field("nan_count") > 0
         for row, inf in enumerate(rows.field("inf_count")):

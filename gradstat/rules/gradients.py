@@ -71,7 +71,7 @@ class ExplodingGradient(SpikeRule):
                 yield self._finding(window, row, jump)
 
     def _finding(self, window: Window, row: int, jump: Jump) -> Finding:
-        began, norm, _, median, limit = jump
+        began, norm, _, median, limit, lasts = jump
         rows = window.measured.get("gradient")
         name, share = "norm", None
         if rows is not None and window.steps[row] in rows.steps:
@@ -82,7 +82,7 @@ class ExplodingGradient(SpikeRule):
         text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
         least = _COUNTS if window.scalar("loss") is None else _COUNTS_BESIDE_A_LOSS
-        severity: Severity = "info" if not self._lasts or norm <= least * median else self.severity
+        severity: Severity = "info" if not lasts or norm <= least * median else self.severity
         evidence: dict[str, Any] = {"norm": norm, "median": median or None, "limit": limit, "share": share}
         return self.found(began, name, text, about, severity, **evidence)
 

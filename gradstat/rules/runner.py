@@ -46,7 +46,7 @@ class RuleRunner:
         self.rules = list(rules)
         self._every, self._weights = every, weights
         self._rates: list[float] = []
-        self._first_loss = self._last_loss = math.nan  # of the finite ones
+        self._losses: list[float] = []  # the first and the last finite one
         self._changes = Changes()
         self._consequences = Consequences({rule.name: rule.explains for rule in rules})
         self.refused_at = -math.inf
@@ -80,9 +80,10 @@ class RuleRunner:
                 except Exception:
                     self._switch_off(rule)
             findings = [self._in_context(finding, window) for finding in findings]
-        self._remember(int(window.steps[-1]) + 1 if len(window.steps) else 0, window.scalars)
+        end = int(window.steps[-1]) + 1 if len(window.steps) else None
+        self._remember(end or 0, window.scalars)
         rows = window.measured.get("gradient")
-        self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
+        self.refresh(end, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
         findings = self._consequences.marked(findings, window)
         if len(self._rates) == 101 and self._rates[0] > 0:
@@ -94,11 +95,6 @@ class RuleRunner:
 
     def _in_context(self, finding: Finding, window: Window) -> Finding:
         """``finding`` with what the scalars show before its other causes."""
-        if finding.rule == LossSpike.name:
-            # Errors of one output in each row are of Q-learning.
-            seen = window.outputs
-            moves = seen.takes_one and seen.fit is not None and seen.fit.squares > 0 and finding.causes != WRONG_SIGN
-            finding = replace(finding, severity="info") if window.run.has_other_optimizer or moves else finding
         is_rise = finding.rule in _GROWS
         if not is_rise and finding.rule not in _ENDS:
             return finding
@@ -113,9 +109,8 @@ class RuleRunner:
     def _is_far_below(self, step: int, window: Window) -> bool:
         """Whether the last finite loss up to ``step`` is far below zero."""
         steps, _, values = window.losses
-        losses = [self._last_loss, *values[: bisect_right(steps, step)]]
-        first = self._first_loss if math.isfinite(self._first_loss) else next(iter(values), math.nan)
-        return losses[-1] < -_FAR_BELOW * abs(first)
+        losses = [*self._losses, *values[: bisect_right(steps, step)]]
+        return bool(losses) and losses[-1] < -_FAR_BELOW * abs(losses[0])
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
@@ -129,9 +124,8 @@ class RuleRunner:
         """Keeps what later reviews need of the ``scalars`` of the last steps before ``end``."""
         self._rates = [*self._rates, *scalars.get("lr", np.empty(0)).tolist()][-101:]
         losses = scalars.get("loss", np.empty(0))
-        losses = losses[np.isfinite(losses)].tolist()
-        self._first_loss = losses[0] if math.isnan(self._first_loss) and losses else self._first_loss
-        self._last_loss = losses[-1] if losses else self._last_loss
+        finite = [*self._losses, *losses[np.isfinite(losses)].tolist()]
+        self._losses = [*finite[:1], *finite[-1:]]
         reasons = scalars.get("refused", np.empty(0))
         refused = np.flatnonzero(reasons > 1)
         self.refused_at = end - len(reasons) + int(refused[-1]) if len(refused) else self.refused_at
@@ -147,8 +141,7 @@ class RuleRunner:
         ``tensors`` are measured in every step: rows that wait for the review take memory.
         """
         joined: dict[str, Band] = {}
-        banded = [rule for rule in self.rules if type(rule).bands is not Rule.bands]
-        for rule in banded:
+        for rule in self.rules:
             try:
                 for name, (low, high) in rule.bands().items():
                     band = joined.get(name, (-math.inf, math.inf))

@@ -57,50 +57,41 @@ class LevelRule(Rule):
     """
 
     fresh: ClassVar[int] = 2
-    before: ClassVar[int] = 6
-    kept: ClassVar[int] = 18
+    before: ClassVar[int] = 6  # of three times as many levels the moves are known
     errors: ClassVar[float] = 10.0
     moves: ClassVar[float] = 4.0
 
-    _levels = carried(list[float]())
-    _scatters = carried(list[float]())  # median differences of neighbouring values, by level
-    _rest = carried(0)  # values that are in no level yet
-    _recent = carried(list[float]())  # the last values, with these
+    _recent = carried(list[float]())  # the values of the last levels and those behind them, with these
     _recent_steps = carried(list[int]())
 
     def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
         """Adds the ``values`` of ``steps``; yields when their level has risen (``sign`` 1) or fallen (-1)."""
-        is_finite = np.isfinite(values)
-        steps, values = steps[: len(values)][is_finite], values[is_finite]
-        recent, recent_steps = self._recent + values.tolist(), self._recent_steps + steps.tolist()
-        first = len(self._recent) - self._rest
-        count, self._rest = divmod(self._rest + len(values), _BLOCK)
-        blocks = np.array(recent[first : first + count * _BLOCK]).reshape(count, _BLOCK)
+        is_finite, known = np.isfinite(values), len(self._recent) // _BLOCK
+        self._recent += values[is_finite].tolist()
+        self._recent_steps += steps[: len(values)][is_finite].tolist()
+        count = len(self._recent) // _BLOCK
+        if count == known:
+            return
+        blocks = np.array(self._recent[: count * _BLOCK]).reshape(count, _BLOCK)
         ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
-        levels = self._levels + (ordered[:, 3] / 2 + ordered[:, 4] / 2).tolist()
-        scatters = self._scatters + apart[:, 3].tolist()
-        for block in range(count):
-            at = len(levels) - count + block + 1
-            if at < self.before + self.fresh:
-                continue
-            now = levels[at - self.fresh : at]
-            last = slice(max(0, at - self.kept), at)
+        levels, scatters = (ordered[:, 3] / 2 + ordered[:, 4] / 2).tolist(), apart[:, 3].tolist()
+        for end in range(known + 1, count + 1):
+            last = slice(max(0, end - 3 * self.before), end)
             moved = self._moved(levels[last], scatters[last], sign)
             if moved is not None:
                 before, after, deviation = moved
                 # By a line through them.
                 places = np.arange(self.fresh) - (self.fresh - 1) / 2
-                still = sign * float(places @ now / (places @ places)) * (self.fresh - 1)
+                slope = float(places @ levels[end - self.fresh : end] / (places @ places))
                 # It began where the sum of signs around the middle, from there on, is largest.
-                end = first + (block + 1) * _BLOCK
-                middle = before / 2 + after / 2
-                span = recent[end - (self.fresh + 1) * _BLOCK : end]
+                middle, at = before / 2 + after / 2, end * _BLOCK - 1
+                span = self._recent[at - (self.fresh + 1) * _BLOCK + 1 : at + 1]
                 sums = list(itertools.accumulate(1 if sign * (value - middle) > 0 else -1 for value in reversed(span)))
-                began = end - 1 - sums.index(max(sums))
-                yield Shift(recent_steps[began], recent_steps[end - 1], before, after, deviation, still)
-        self._levels, self._scatters = levels[-self.kept :], scatters[-self.kept :]
-        kept = (self.fresh + 2) * _BLOCK
-        self._recent, self._recent_steps = recent[-kept:], recent_steps[-kept:]
+                began = at - sums.index(max(sums))
+                still = sign * slope * (self.fresh - 1)
+                yield Shift(self._recent_steps[began], self._recent_steps[at], before, after, deviation, still)
+        first = max(0, count - 3 * self.before) * _BLOCK
+        self._recent, self._recent_steps = self._recent[first:], self._recent_steps[first:]
 
     def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float, float] | None:
         """If it has moved, the level before, as its trend would have continued it, and now, and the deviation."""
@@ -135,7 +126,7 @@ class Jump(NamedTuple):
     """A value above its limit: that of ``step``, and of this step the rest as well.
 
     ``before`` is the median of the last values before it, ``median`` that of the window by which the limit was set, 0
-    while there is none.
+    while there is none. ``lasts``: whether others of the next values are above it as well.
     """
 
     step: int
@@ -143,6 +134,7 @@ class Jump(NamedTuple):
     before: float
     median: float
     limit: float
+    lasts: bool
 
 
 class SpikeRule(Rule):
@@ -171,8 +163,8 @@ class SpikeRule(Rule):
 
     _values = carried(list[float]())
     _first = carried(list[float]())
-    _above = carried(Records(5))  # the last values above the limit, as `Jump`
-    _new, _lasts = carried(0), carried(False)
+    _above = carried(Records(5))  # the last values above the limit, as `Jump` up to ``limit``
+    _new = carried(0)  # values since limits were updated
     _median = carried(math.nan)  # of the window, when it is half full
     _scatter = carried(1.0)  # the factor by which values of this series usually differ
     _high, _beyond = carried(math.inf), carried(math.inf)
@@ -181,15 +173,15 @@ class SpikeRule(Rule):
         """Adds a finite ``value`` of ``step``; returns the jump that is detected now, by where it began, or None."""
         found = None
         is_alone, is_high = value > self._beyond, value > self._high
-        self._lasts = False
         if is_alone or is_high:
             known = 0.0 if math.isnan(self._median) else self._median
-            now = Jump(step, value, median(self._values[-_BLOCK:]), known, min(self._high, self._beyond))
+            now = [step, value, median(self._values[-_BLOCK:]), known, min(self._high, self._beyond)]
             if is_high:
-                self._above[:] = [*([*one] for one in self._above if step - one[0] < _WITHIN), [*now]]
-                self._lasts = self._is_at_once()
-            if (is_alone or self._lasts) and self.begins("leap" if self._lasts else "alone", step):
-                found = Jump(int(self._above[0][0]), *self._above[0][1:]) if self._lasts else now
+                self._above[:] = [*(one for one in self._above if step - one[0] < _WITHIN), now]
+            lasts = is_high and self._is_at_once()
+            if (is_alone or lasts) and self.begins("leap" if lasts else "alone", step):
+                began, jumped, before, middle, limit = self._above[0] if lasts else now
+                found = Jump(int(began), jumped, before, middle, limit, lasts)
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-_WITHIN:], default=math.inf
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
 from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, numbered, same_for, series
 from gradstat.rules.course import look_fresh
-from gradstat.rules.rows import Floats, Observation, Window
+from gradstat.rules.rows import Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
 _MAXIMIZES = ("an optimizer with maximize=True",)
@@ -25,9 +26,8 @@ _MAXIMIZES = ("an optimizer with maximize=True",)
 # half of the median before, as a loss that falls through 0 is near it on both sides.
 _SIGNS, _NEAR = 16, 4
 # The mean of so many losses has climbed if it exceeds the lowest mean of a window so far by the factor `_CLIMB`, as the
-# initial loss must, and by the usual scatter of values; and also by the fraction `_CLIMB_LOST` of the way back to it,
-# and by so many standard errors.
-_RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
+# initial loss must, and by the usual scatter of values; and also by the fraction `_CLIMB_LOST` of the way back to it.
+_RECENT, _CLIMB, _CLIMB_LOST = 20, 3.0, 0.4
 # The initial loss need only exceed the lowest by 1 / `_FALLEN` if the median of these losses exceeds it by `_ABOVE` as
 # well, and their mean twice that of the first `_RECENT` of the window: errors of values that grow rise slowly.
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
@@ -55,7 +55,7 @@ class LossSpike(SpikeRule, LevelRule):
 
     name = "loss-spike"
     quiet = 50
-    fresh, before, kept = 4, 8, 26
+    fresh, before = 4, 8
     log_sigmas, single_factor, errors, moves = 4.0, 4.0, THRESHOLD, 3.0
     climbed = 0.25  # in climbs of healthy losses (VQ-VAEs) the share is 0.4 and more, in jumps under noise 0.1 at most
     causes = (
@@ -70,7 +70,7 @@ class LossSpike(SpikeRule, LevelRule):
         "if the loss stays high, load a checkpoint from before that step and skip its batches",
     )
 
-    _lowest, _error = carried(math.inf), carried(0.0)  # the lowest mean of a window, and its standard error
+    _lowest = carried(math.inf)  # the lowest mean of a window
     _least = carried(math.inf)  # the lowest mean of `_RECENT` values
 
     def __init__(self, series: str = "loss", sigmas: float = THRESHOLD) -> None:
@@ -81,65 +81,68 @@ class LossSpike(SpikeRule, LevelRule):
         super().set_limits()
         if self.beginning() < _FROM_ZERO * self._median:  # single values mean little
             self._beyond = math.inf
-        count = len(self._values)
-        if 2 * count >= WINDOW:
-            mean = sum(self._values) / count
-            if mean < self._lowest:
-                self._lowest = mean
-                # The standard error of a mean of so many values. A square of 1e200 would raise.
-                self._error = math.hypot(*(value - mean for value in self._values)) / math.sqrt(_RECENT * count)
+        if 2 * len(self._values) >= WINDOW:
+            self._lowest = min(self._lowest, sum(self._values) / len(self._values))
 
     def bands(self) -> Mapping[str, Band]:
         return {self.series: (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        losses = window.scalars.get(self.series, np.empty(0))
-        if (losses < 0).any():
-            for step, old, new in _signs([*self._recent_steps, *window.steps.tolist()], self._recent + losses.tolist()):
-                if self.begins("sign", step):
-                    text = f"the {self.series} changes sign, from {old:.4g} to {new:.4g}, and stays negative"
-                    yield self.found(step, self.series, text, causes=WRONG_SIGN, loss=new, before=old)
-        for finding in self._rises(window, losses):
-            yield replace(finding, severity="info") if _has_both_signs(self._first, self._values) else finding
+        # Errors of one output in each row are of Q-learning.
+        seen = window.outputs
+        moves = seen.takes_one and seen.fit is not None and seen.fit.squares > 0
+        for finding in self._rises(window):
+            is_usual = moves or _has_both_signs(self._first, self._values)
+            is_info = window.run.has_other_optimizer or (is_usual and finding.causes != WRONG_SIGN)
+            yield replace(finding, severity="info") if is_info else finding
 
-    def _rises(self, window: Window, losses: Floats) -> Iterator[Finding]:
-        """Judges how high ``losses`` are."""
+    def _rises(self, window: Window) -> Iterator[Finding]:
+        """Looks at each loss, and behind the one in which it showed at a shift."""
+        losses = window.scalars.get(self.series, np.empty(0))
         values = ((step, loss, None) for step, loss in series(window, self.series))
         shifts = ((shift.step, 0.0, shift) for shift in self.shifts(window.steps, losses, 1))
-        # A shift comes behind the value in which it showed.
         for step, loss, shift in heapq.merge(values, shifts, key=operator.itemgetter(0)):
             if shift is not None:
                 yield from self._of_shift(shift)
-                continue
-            if not math.isfinite(loss):
-                continue
-            jump = self.detect_jump(step, loss)
-            if jump is not None:
-                text = f"the {self.series} jumps to {jump.value:.4g} from about {jump.before:.4g}"
-                severity: Severity = self.severity if self._lasts else "info"
-                evidence: dict[str, Any] = {"loss": jump.value, "median": jump.median, "limit": jump.limit}
-                yield self.found(jump.step, self.series, text, "series", severity, **evidence)
-            if len(self._values) >= _RECENT:
-                yield from self._climb(step, window.run.maximizes)
+            elif math.isfinite(loss):
+                jump = self.detect_jump(step, loss)
+                if jump is not None:
+                    text = f"the {self.series} jumps to {jump.value:.4g} from about {jump.before:.4g}"
+                    severity: Severity = self.severity if jump.lasts else "info"
+                    evidence: dict[str, Any] = {"loss": jump.value, "median": jump.median, "limit": jump.limit}
+                    yield self.found(jump.step, self.series, text, "series", severity, **evidence)
+                if loss < 0:
+                    yield from self._turn(step)
+                if len(self._values) >= _RECENT:
+                    yield from self._climb(step, window.run.maximizes)
+
+    def _turn(self, step: int) -> Iterable[Finding]:
+        """Whether losses have changed their sign at once, so many steps before ``step``."""
+        before, after = self._values[-2 * _SIGNS : -_SIGNS], self._values[-_SIGNS:]
+        if len(before) == _SIGNS and min(before) > 0 > max(after):
+            level = sorted(before)[_SIGNS // 2] / 2
+            old, new = sorted(before[-_NEAR:])[_NEAR // 2], sorted(after[:_NEAR])[_NEAR // 2 - 1]
+            if old > level < -new and self.begins("sign", step):
+                text = f"the {self.series} changes sign, from {before[-1]:.4g} to {after[0]:.4g}, and stays negative"
+                began = step + 1 - _SIGNS
+                yield self.found(began, self.series, text, causes=WRONG_SIGN, loss=after[0], before=before[-1])
 
     def _climb(self, step: int, maximizes: bool) -> Iterable[Finding]:
         """Judges the last losses, up to that of ``step``, by the lowest level and by the beginning."""
-        recent = self._values[-_RECENT:]
+        recent, lowest = self._values[-_RECENT:], self._lowest
         mean = sum(recent) / _RECENT
         self._least = min(self._least, mean)
-        if not 0 < self._lowest < math.inf or mean <= _CLIMB * self._lowest:
+        if not 0 < lowest < math.inf or mean <= _CLIMB * lowest:
             return
         # Skip a loss that never fell far below its initial level, such as an error of values that grow, unless it fell
         # at first and is far above that level now.
         start = self.beginning()
-        is_above = sorted(recent)[len(recent) // 2] > _ABOVE * start
+        is_above = sorted(recent)[_RECENT // 2] > _ABOVE * start and (lowest < _FALLEN * start or maximizes)
         is_above = is_above and mean > _TWICE * sum(self._values[:_RECENT]) / _RECENT
-        is_above = is_above and (self._lowest < _FALLEN * start or maximizes)
-        if not is_above and (mean <= self._scatter * self._lowest or start < _CLIMB * self._lowest):
+        if not is_above and (mean <= self._scatter * lowest or start < _CLIMB * lowest):
             return
-        least = max(_CLIMB_LOST * (start - self._lowest), _ERRORS * self._error)
-        if mean > self._lowest + least and self.begins("climb", step):
-            lowest = min(self._least, self._lowest)  # a state of before may have no mean of so few
+        if mean > lowest + _CLIMB_LOST * (start - lowest) and self.begins("climb", step):
+            lowest = min(self._least, lowest)  # a state of before may have no mean of so few
             text = f"the mean {self.series} of {_RECENT} steps is {mean:.4g}, up from {lowest:.4g} at its lowest"
             text += f"; it began at {start:.4g}" * is_above
             causes = (*(_MAXIMIZES if maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
@@ -148,16 +151,14 @@ class LossSpike(SpikeRule, LevelRule):
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after
         beginning = self.beginning()
-        progress = beginning - before
+        progress, rise, usual = beginning - before, after - before, self.sigmas * OF_MEDIAN * abs(before)
         # The first values may be far above all others. A hundredth of them is nothing to one that has converged.
         least = min(LOST_PROGRESS * progress, self.sigmas * shift.deviation + abs(beginning) / 100)
-        if min(self._values, default=0.0) > 0 and shift.still <= _AT_ONCE * (after - before):
+        if min(self._values, default=0.0) > 0 and shift.still <= _AT_ONCE * rise:
             least = min(least, max(_RISEN * before, _RISEN_OF_FIRST * beginning))
-        least = max(least, self.sigmas * OF_MEDIAN * abs(before))
         # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
-        is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
-        is_climbing = shift.still > _STILL * (after - before)
-        if after - before > least and not is_grown and not is_climbing and self.begins("leap", shift.step):
+        is_growing = progress < -usual or shift.still > _STILL * rise
+        if rise > max(least, usual) and not is_growing and self.begins("leap", shift.step):
             text = f"the {self.series} rises from about {before:.4g} to about {after:.4g}, and stays there"
             causes = (*CHANGED, self.causes[-1])
             yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)
@@ -166,17 +167,6 @@ class LossSpike(SpikeRule, LevelRule):
 def _has_both_signs(*series: list[float]) -> bool:
     """Whether in each of the ``series`` at least a fifth of the values is positive, and a fifth negative."""
     return all(5 * min(sum(value < 0 for value in of), sum(value > 0 for value in of)) >= len(of) for of in series)
-
-
-def _signs(steps: list[int], losses: list[float]) -> Iterator[tuple[int, float, float]]:
-    """Where ``losses``, of which some may have been looked at before, change their sign at once: step, old and new."""
-    for at in range(_SIGNS, len(losses) - _SIGNS + 1):
-        if losses[at] < 0 < losses[at - 1]:
-            before, after = losses[at - _SIGNS : at], losses[at : at + _SIGNS]
-            level = sorted(before)[_SIGNS // 2] / 2
-            old, new = sorted(before[-_NEAR:])[_NEAR // 2], sorted(after[:_NEAR])[_NEAR // 2 - 1]
-            if min(before) > 0 > max(after) and old > level < -new:
-                yield steps[at], losses[at - 1], losses[at]
 
 
 _UNTRAINED = (
@@ -197,7 +187,6 @@ _KEEP = (
 _BESIDE = 16  # steps of another optimizer that are no chance
 _TWO = ("two optimizers that were made of the same parameters, of which both step",)
 _KEEP_ONE = ("give each parameter to one optimizer, and remove the step() of the other",)
-_UNTRAINED_YET = ", and looks newly initialised: nothing has trained it"
 _NOT_LOADED = "a checkpoint that was not loaded before its layers were frozen, or more frozen layers than were meant"
 _NOT_THAWED = ("a network that was frozen while another one trains, and not unfrozen for its own steps",)
 _THAW = ("call requires_grad_(True) on the network before its own steps",)
@@ -224,6 +213,7 @@ class OptimizerCoverage(Rule):
     """
 
     name = "optimizer-coverage"
+    quiet = sys.maxsize
     explains = ("unchanged-parameter", "no-learning", "unrelated-outputs")
     causes = (
         "the optimizer was made before layers were added, replaced, tied or moved",
@@ -234,7 +224,6 @@ class OptimizerCoverage(Rule):
         "pass the optimizer only what trains: [p for p in model.parameters() if p.requires_grad]",
     )
 
-    _reported = carried(dict[str, int]())  # what was found of which parameter, and when
     _first_look = carried(-1)
     _before = carried(dict[str, float]())  # sums of parameters that an optimizer of one lacks
     _last_look, _has_stepped = carried(0), carried(False)
@@ -247,62 +236,62 @@ class OptimizerCoverage(Rule):
                 text += f"optimizer, so nothing trains them; the shape of one is {list(seen.value[0])}"
                 yield self.found(0, "optimizer", text, causes=_UNTRAINED, advice=_REGISTER, parameters=len(seen.value))
         for seen in window.seen.get("coverage", []):
+            self._first_look = seen.step if self._first_look < 0 else self._first_look
             yield from self._replaced(seen)
             yield from self._not_thawed(seen, window)
-            rows, left_out = window.measured.get("gradient"), seen.value.left_out
-            parameters = window.latest.get("parameter")
-            sums = {} if parameters is None else dict(zip(parameters.names, parameters.field("sum")[-1], strict=True))
-            # It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
-            self._first_look = seen.step if self._first_look < 0 else self._first_look
-            if seen.step == self._first_look and rows is not None and len(rows.names) - len(left_out) == 1:
-                self._before = {name: sums[name] for name in left_out if name in sums}
-                left_out = [name for name in left_out if name not in sums]
-            elif self._before:
-                left_out = [name for name in left_out if sums.get(name) == self._before.get(name, sums.get(name))]
-            severity: Severity
+            severity: Severity | None
             # The first word is what states and findings have.
-            for key, parameters, severity, words in (
-                ("absent", left_out, self.severity, "has a gradient and is not in the optimizer"),
+            for key, lacking, severity, words in (
+                ("absent", self._left_out(seen, window), None, "has a gradient and is not in the optimizer"),
                 ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
                 ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
-                ("foreign", seen.value.unknown, self.severity, "is not a parameter of the model, and has no gradient"),
+                ("foreign", seen.value.unknown, None, "is not a parameter of the model, and has no gradient"),
                 ("besides", seen.value.besides, "info",
                  "is trained by the optimizer but is not a parameter of the model; gradstat watches it too"),
             ):  # fmt: skip
-                names = [name for name in parameters if f"{key} {name}" not in self._reported]
+                names = [name for name in lacking if self.begins(f"{key} {name}", seen.step)]
+                causes: tuple[str, ...] = self.causes
+                if names and key == "frozen" and (inner := _inner(names, window)):
+                    names, severity = [*inner, *(name for name in names if name not in inner)], None
+                    words += ", between layers that train"
+                elif names and key == "frozen" and seen.step > self._first_look and _are_most(names, window):
+                    severity = None
+                elif names and key == "frozen" and _look_new(names, window):
+                    severity, causes = None, self.led_by(_NOT_LOADED)
+                    words += ", and looks newly initialised: nothing has trained it"
                 if names:
-                    inner = _inner(names, window) if key == "frozen" else []
-                    is_late = key == "frozen" and seen.step > self._first_look and _are_most(names, window)
-                    is_new = key == "frozen" and not is_late and _look_new(names, window)
-                    severity = self.severity if inner or is_late or is_new else severity
-                    names = [*inner, *(name for name in names if name not in inner)]
-                    self._reported |= {f"{key} {name}": seen.step for name in names}
-                    more = same_for(len(names))
-                    where = ", between layers that train" if inner else _UNTRAINED_YET * is_new
-                    causes = self.led_by(_NOT_LOADED) if is_new else None
                     evidence: dict[str, Any] = {"what": key, "parameters": names[:20]}
-                    text = f"{names[0]} {words}{where}{more}"
+                    text = f"{names[0]} {words}{same_for(len(names))}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, causes, **evidence)
+
+    def _left_out(self, seen: Observation, window: Window) -> list[str]:
+        """Parameters with gradients that the optimizer lacks.
+
+        It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
+        """
+        rows, parameters = window.measured.get("gradient"), window.latest.get("parameter")
+        sums = {} if parameters is None else dict(zip(parameters.names, parameters.field("sum")[-1], strict=True))
+        left_out: list[str] = seen.value.left_out
+        if seen.step == self._first_look and rows is not None and len(rows.names) - len(left_out) == 1:
+            self._before = {name: sums[name] for name in left_out if name in sums}
+            return [name for name in left_out if name not in sums]
+        return [name for name in left_out if sums.get(name) == self._before.get(name, sums.get(name))]
 
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
         """Reports that another optimizer steps the parameters, instead of the one that did before or beside it."""
         rests, self._last_look = seen.step - self._last_look, seen.step
-        taken = seen.value.steps
+        taken, beside = seen.value.steps, seen.value.steps_beside
         self._has_stepped |= taken > 0
         is_replaced = self._has_stepped and seen.value.changes >= rests >= _RESTS * max(taken, 1)
-        if is_replaced and "replaced" not in self._reported:
-            self._reported["replaced"] = seen.step
+        if is_replaced and self.begins("replaced", seen.step):
             text = f"step() of the optimizer was called in {taken or 'none'} of the last {rests} steps, though its "
             text += "parameters changed in all of them"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
 
-        steps = seen.value.steps_beside
-        if taken and steps >= max(_BESIDE, rests / 2) and self.begins("beside", seen.step):
-            text = (
-                f"another optimizer ({seen.value.beside}) steps the same parameters: it took {steps} steps in the last "
-            )
-            text += f"{rests}, beside {taken} of the optimizer that is watched"
-            yield self.found(seen.step - rests, "optimizer", text, causes=_TWO, advice=_KEEP_ONE, steps=steps)
+        if taken and beside >= max(_BESIDE, rests / 2) and self.begins("beside", seen.step):
+            text = f"another optimizer ({seen.value.beside}) steps the same parameters: it took {beside} steps in the "
+            text += f"last {rests}, beside {taken} of the optimizer that is watched"
+            yield self.found(seen.step - rests, "optimizer", text, causes=_TWO, advice=_KEEP_ONE, steps=beside)
 
     def _not_thawed(self, seen: Observation, window: Window) -> Iterable[Finding]:
         """Reports a network that was trainable and is frozen in all steps of its optimizer, where networks take turns.
@@ -311,16 +300,12 @@ class OptimizerCoverage(Rule):
         """
         self._frozen = {name: self._frozen.get(name, seen.step) for name in seen.value.frozen_since}
         names = [name for name, since in self._frozen.items() if since == self._first_look]
-        is_long = 0 <= self._first_look <= seen.step - _FROZEN_FOR
-        takes_turns = window.run.has_other_optimizer and "thaw" not in self._reported
-        if names and is_long and takes_turns and _are_most(names, window):
-            self._reported["thaw"] = seen.step
-            more = same_for(len(names))
+        is_long = seen.step >= self._first_look + _FROZEN_FOR and window.run.has_other_optimizer
+        if names and is_long and _are_most(names, window) and self.begins("thaw", seen.step):
             text = f"{names[0]} is frozen (requires_grad is False) whenever its optimizer steps, though it could train "
-            text += f"when the monitor was made; another optimizer trains another network in turn{more}"
-            yield self.found(
-                self._first_look, names[0], text, "parameter", causes=_NOT_THAWED, advice=_THAW, parameters=names[:20]
-            )
+            text += f"when the monitor was made; another optimizer trains another network in turn{same_for(len(names))}"
+            began, told = self._first_look, names[:20]
+            yield self.found(began, names[0], text, "parameter", None, _NOT_THAWED, _THAW, parameters=told)
 
 
 def _inner(frozen: list[str], window: Window) -> list[str]:
