@@ -186,15 +186,16 @@ class FarBeginning(LearningRule):
         if looks and math.isnan(self._certain):
             facts = looks[0].value
             self._certain, self._labels, self._wrong = facts.certain, facts.labels, facts.certain - facts.right
-        for _ in self._follow(window):
-            self._is_over = True
-            usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
-            share = 0.0 if math.isnan(self._certain) else self._certain
-            # It may be a sum over samples, but not of less than such mistakes cost.
-            each = first / max(self._labels, 1)
-            each = each if each > max(usual / 2, _MARGIN * self._wrong) else first
-            if self._classes and each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
-                text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
-                text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
-                yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
-            return
+        yield from self._take(window)
+
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        self._is_over = True
+        usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
+        share = 0.0 if math.isnan(self._certain) else self._certain
+        # It may be a sum over samples, but not of less than such mistakes cost.
+        each = first / max(self._labels, 1)
+        each = each if each > max(usual / 2, _MARGIN * self._wrong) else first
+        if self._classes and each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
+            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
+            text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
+            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)

@@ -26,15 +26,8 @@ _CANCELS = 3e-4
 # Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. In healthy programs of
 # the tests they shrink to 0.97 at most, but for a critic's in a GAN, and grow to 49 where the loss falls.
 SHRUNK, GROWN = 0.3, 3.0
-# The share of weights that a decay may take in a step, at most 6e-4 in 52 public programs. At this one, half of what
-# was learned is forgotten in 140 steps, whatever the loss.
-FORGETS = 5e-3
 
-RATES = ("a learning rate far too high", "no warm-up and no gradient clipping, so that early updates were too large")
-LOWER = "lower the learning rate, by a factor of ten at first, and warm it up"
-NEVER_WARM = "a learning rate warm-up over far too many steps, or one that is stepped per epoch instead of per step"
 SCALED = "a loss or gradients that are multiplied by almost 0, or gradients that are clipped to a tiny norm"
-LOOK = "inspect a batch and its labels right before they enter the model"
 
 
 class LearningRule(Rule):
@@ -53,7 +46,7 @@ class LearningRule(Rule):
     _count = carried(0)  # of finite losses
     _classes = carried(0)  # of the softmax that the loss ends with, 0 if there is none
     _first, _recent = carried(list[float]()), carried(list[float]())
-    _until = carried(-1)  # the last step of which `_follow` has taken the loss
+    _until = carried(-1)  # the last step of which `_take` has taken the loss
     _rate, _is_warm_up = carried(math.nan), carried(False)  # whether it has risen in the last `SOON` steps
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -64,16 +57,29 @@ class LearningRule(Rule):
         return () if self._is_over or not window.losses.steps else self.judge(window)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        """Finds problems in a window with a finite loss."""
-        raise NotImplementedError
+        """Finds problems in a window with a finite loss, step by step."""
+        rows = window.measured.get("parameter")
+        for row, step in enumerate([] if rows is None else rows.steps.tolist()):
+            yield from self._take(window, step)
+            if rows is not None and not self._is_over:
+                yield from self._judge_weights(window, rows, row)
+        yield from self._take(window)
+
+    def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
+        """Finds problems in a ``row`` of parameters, once the losses up to its step are taken."""
+        return ()
+
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        """Finds problems in the losses that are taken, the last of them in a ``row`` of the ``window``."""
+        return ()
 
     def _found_once(self, step: int, name: str, text: str, about: str = "series", **more: Any) -> list[Finding]:
         """A finding as `found` makes it, unless the rule has reported one before; it is over then."""
         self._is_over = True
         return [self.found(step, name, text, about, **more)] if self.begins(self.name, step) else []
 
-    def _follow(self, window: Window, until: float = math.inf) -> Iterator[int]:
-        """Takes the losses that are left up to the step ``until``; yields the row of each `SOON`-th of all."""
+    def _take(self, window: Window, until: float = math.inf) -> Iterator[Finding]:
+        """Takes the losses that are left up to the step ``until``; judges them after each `SOON`-th of all."""
         steps, rows, values = window.losses
         at, end = bisect_right(steps, self._until), bisect_right(steps, until)
         if at < end and not self._count:
@@ -83,19 +89,12 @@ class LearningRule(Rule):
             at += len(more)
             self._count += len(more)
             self._recent = [*self._recent, *more][-SPAN:]
-            if len(self._first) < SPAN:
-                self._first += more[: SPAN - len(self._first)]
-            self._until = steps[at - 1]
+            self._first += more[: SPAN - len(self._first)]
+            self._until, row = steps[at - 1], rows[at - 1]
             if self._count % SOON == 0:
-                if self._count > HALF:
-                    rate = window.value("lr", rows[at - 1])
-                    self._is_warm_up, self._rate = rate > RISES * self._rate, rate
-                yield rows[at - 1]
-
-    def _take(self, window: Window, until: float = math.inf) -> None:
-        """As `_follow`, where losses are judged in other steps."""
-        for _ in self._follow(window, until):
-            pass
+                rate = window.value("lr", row)
+                self._is_warm_up, self._rate = rate > RISES * self._rate, rate
+                yield from () if self._is_over else self._judge_losses(window, row)
 
     @property
     def _chance(self) -> float:
@@ -125,12 +124,6 @@ def look_fresh(rows: Rows, row: int, judged: Bools) -> bool:
     is_constant = rows.field("min")[row] == rows.field("max")[row]
     groups = is_even[judged & is_matrix], is_constant[judged & ~is_matrix]
     return any(len(group) and group.mean() >= 0.5 for group in groups)
-
-
-def norms_of_weights(window: Window) -> list[tuple[int, float]]:
-    """The norm of all weights, by step in which it was measured."""
-    rows = window.measured.get("parameter")
-    return [] if rows is None else [*zip(rows.steps.tolist(), rows.norm_of_matrices, strict=True)]
 
 
 def _classes_of(window: Window, loss: float) -> int:

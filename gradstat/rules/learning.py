@@ -15,19 +15,15 @@ from gradstat.rules.course import (
     FLAT,
     GROWN,
     HALF,
-    LOWER,
-    NEVER_WARM,
-    RATES,
     SCALED,
     SOON,
     SPAN,
     LearningRule,
     change_in_words,
     look_fresh,
-    norms_of_weights,
 )
 from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
-from gradstat.rules.rows import Window
+from gradstat.rules.rows import Rows, Window
 
 _DECAYS = ("a weight decay that is far too large",)
 _LESS_DECAY = "lower the optimizer's weight_decay, by a factor of ten at first"
@@ -59,33 +55,37 @@ class NegativeLoss(TargetsRule):
         steps, _, losses = window.losses
         negative = [at for at, loss in enumerate(losses) if loss < 0]
         if negative and window.run.loss_has_no_sign and not window.run.has_other_optimizer:
-            loss = losses[negative[0]]
-            text = f"the loss is {loss:.4g}: a mean or sum of numbers that are never negative, with a minus sign"
-            yield from self._found_once(steps[negative[0]], "loss", text, loss=loss)
+            what = "a mean or sum of numbers that are never negative, with a minus sign"
+            yield from self._is(steps[negative[0]], losses[negative[0]], what)
         for step, _, loss, targets in self.looks(window):
             if targets is not None and targets.squares == "minus":
-                text = f"the loss is {loss:.4g}: a sum of squared residuals, with a minus sign"
-                yield from self._found_once(step, "loss", text, loss=loss)
-        for row in self._follow(window):
-            last, soon = self._recent[-SOON:], self._first[:SOON]
-            yield from self._falls(int(window.steps[row]), last, window.run.has_other_optimizer)
-            if not self._classes or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
-                continue
-            usual, (low, high) = math.log(self._classes), self._CLOSE
-            least = usual + 2 * max(0.0, -median(soon))
-            if low * usual < -median(soon) < high * usual:
-                least = high * usual  # minus the loss of guessing, and worse than that
-            if -median(last) > least:
-                text = f"the loss has fallen to {last[-1]:.4g}, but that of a classifier has a lower bound, usually 0"
-                yield from self._found_once(int(window.steps[row]), "loss", text, loss=last[-1])
+                yield from self._is(step, loss, "a sum of squared residuals, with a minus sign")
+        yield from self._take(window)
 
-    def _falls(self, step: int, last: Sequence[float], has_other_optimizer: bool) -> Iterator[Finding]:
+    def _is(self, step: int, loss: float, what: str) -> list[Finding]:
+        return self._found_once(step, "loss", f"the loss is {loss:.4g}: {what}", loss=loss)
+
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        step, last, soon = int(window.steps[row]), self._recent[-SOON:], self._first[:SOON]
+        if not window.run.has_other_optimizer:
+            yield from self._falls(step, last)
+        if not self._classes or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
+            return
+        usual, (low, high) = math.log(self._classes), self._CLOSE
+        least = usual + 2 * max(0.0, -median(soon))
+        if low * usual < -median(soon) < high * usual:
+            least = high * usual  # minus the loss of guessing, and worse than that
+        if -median(last) > least:
+            text = f"the loss has fallen to {last[-1]:.4g}, but that of a classifier has a lower bound, usually 0"
+            yield from self._found_once(step, "loss", text, loss=last[-1])
+
+    def _falls(self, step: int, last: Sequence[float]) -> Iterator[Finding]:
         """Judges whether a loss, which was ``last`` up to ``step``, falls without end."""
         self._since = -1 if max(last) >= 0 else max(step - SOON + 1, 0) if self._since < 0 else self._since
         self._levels = [*self._levels, median(last)][: self._LEVELS + 1]
         first, middle, now = (self._levels[at] for at in (0, (len(self._levels) - 1) // 2, -1))
         is_faster = middle - now > first - middle and len(self._levels) <= self._LEVELS
-        if now < -self._FAR * max(abs(first), 1.0) and is_faster and self._since >= 0 and not has_other_optimizer:
+        if now < -self._FAR * max(abs(first), 1.0) and is_faster and self._since >= 0:
             text = f"the loss has fallen from about {first:.4g} to about {now:.4g}, ever faster"
             yield from self._found_once(self._since, "loss", text, loss=now)
 
@@ -99,47 +99,42 @@ class GrowingWeights(LearningRule):
 
     name = "growing-weights"
     explained_by = ("negative-loss", "no-learning", "unrelated-outputs")
-    causes = RATES
-    advice = (LOWER,)
+    causes = (
+        "a learning rate far too high",
+        "no warm-up and no gradient clipping, so that early updates were too large",
+    )
+    advice = ("lower the learning rate, by a factor of ten at first, and warm it up",)
 
     # The median size from which on they are large; the share of chance that suffices for classifiers in the first
     # steps, and if they are huge. Of public programs one has large weights then, at a share of 0.66: an LSTM with a
     # learning rate of 20.
     _LARGE, _HUGE, _EARLY, _EARLY_SHARE, _HALF = 2.0, 6.0, 128, 0.75, 0.5
-    # Where most units are dead, weights have grown so, move less than this share between two looks, and get less than
-    # this share of the first gradients.
+    # Where most units are dead, weights have grown so many times, move less than this share between two looks, and get
+    # less than this share of the first gradients.
     _JUMPED, _STILL, _DEAD = 2.0, 0.01, 0.1
     _STEPS, _FAR = 256, 30.0
 
     _norm, _size = carried(math.nan), carried(math.nan)  # of all weights, and of the median one, at first
     _gradient, _last = carried(math.nan), carried(math.nan)  # the first norm of gradients, and the last of all weights
 
-    def judge(self, window: Window) -> Iterable[Finding]:
-        rows = window.measured.get("parameter")
-        if math.isnan(self._gradient):
-            self._gradient = window.value("finite_norm", 0)
-        for step, norm in norms_of_weights(window):
-            self._take(window, step)
-            sizes = () if rows is None else sizes_of_weights(rows, int(rows.steps.searchsorted(step)))[1]
-            size = median(sizes) if len(sizes) else 0.0
-            if math.isnan(self._norm):
-                self._norm, self._size = max(norm, 1e-300), max(size, 1e-300)
-                continue
-            is_still, self._last = abs(norm - self._last) < self._STILL * norm, norm
-            grown, is_soon = norm / self._norm, SOON + HALF <= self._count <= self._STEPS
-            if is_soon and grown > 1 and not window.run.has_other_optimizer:
-                gradient = window.value("finite_norm", int(window.steps.searchsorted(step)))
-                is_dead = is_still and gradient < self._DEAD * self._gradient
-                share = self._share(max(grown, size / self._size), size, is_dead)
-                loss, chance = median(self._recent[-HALF:]), self._chance
-                # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
-                if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
-                    words = change_in_words(grown) or f"the norm of all weights is {grown:.2g} times its first value"
-                    text = f"{words} after {self._count} steps; the loss is {loss:.4g}, and "
-                    text += f"{'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
-                    yield from self._found_once(step, "lr", text, grown=grown, loss=loss)
-        self._take(window)
-        self._is_over |= self._count > self._STEPS
+    def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
+        step, norm, sizes = int(rows.steps[row]), rows.norm_of_matrices[row], sizes_of_weights(rows, row)[1]
+        size = median(sizes) if len(sizes) else 0.0
+        gradient = window.value("finite_norm", int(window.steps.searchsorted(step)))
+        if math.isnan(self._norm):
+            self._norm, self._size, self._gradient = max(norm, 1e-300), max(size, 1e-300), gradient
+        is_dead = abs(norm - self._last) < self._STILL * norm and gradient < self._DEAD * self._gradient
+        grown, self._last, self._is_over = norm / self._norm, norm, self._count > self._STEPS
+        if self._is_over or self._count < SOON + HALF or grown <= 1 or window.run.has_other_optimizer:
+            return
+        share = self._share(max(grown, size / self._size), size, is_dead)
+        loss, chance = median(self._recent[-HALF:]), self._chance
+        # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
+        if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
+            words = change_in_words(grown) or f"the norm of all weights is {grown:.2g} times its first value"
+            text = f"{words} after {self._count} steps; the loss is {loss:.4g}, and "
+            text += f"{'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
+            yield from self._found_once(step, "lr", text, grown=grown, loss=loss)
 
     def _share(self, grown: float, size: float, is_dead: bool) -> float:
         """The share of chance from which on weights may not have ``grown`` so, to a median ``size``; 0 if they may.
@@ -157,8 +152,8 @@ class GrowingWeights(LearningRule):
 class TinySteps(LearningRule):
     """Weights that have hardly moved, by the median of estimates, while the loss has not fallen.
 
-    It is reviewed once, after 192 losses, or after 240 if the learning rate still rises. Weights that have been trained
-    before may move far less than newly initialised ones.
+    It is reviewed once, after 192 losses and any warm-up of the learning rate. Weights that have been trained before
+    may move far less than newly initialised ones.
     """
 
     name = "tiny-steps"
@@ -166,64 +161,51 @@ class TinySteps(LearningRule):
     causes = ("a learning rate far too low for this optimizer",)
     advice = ("raise the learning rate, by a factor of ten at first",)
 
-    _STEPS, _RISING = 192, 240
+    _STEPS = 192
     # How far weights may have come, over their norm, and the share of the first losses that the last ones then are.
     # Fresh weights come to 0.08 or more in 52 public programs, and to 0.02 at a rate a thousand times too low.
-    _FRESH, _TRAINED, _SLOW = (0.03, FLAT), (5e-4, 0.99), (5e-3, CHANCE)
+    _FRESH, _TRAINED = (0.03, FLAT), (5e-4, 0.99)
     _STILL = 1e-3, 0.5  # fresh weights, and losses that vary as much as they could have fallen
     _RATE = 1e-3  # from which on one of SGD is usual, so that gradients are blamed first
-    _LONG = 40_000  # steps of a warm-up whose end the scheduler knows; that of wav2vec 2.0 takes 32,000
 
     _sums, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # of weights, over their norms, at first
     _began, _are_fresh = carried(-1), carried(False)
 
-    def judge(self, window: Window) -> Iterable[Finding]:
-        yield from self._judge_rows(window)
-        self._take(window)
-
-    def _judge_rows(self, window: Window) -> Iterator[Finding]:
-        rows, gradients = window.measured.get("parameter"), window.latest.get("gradient")
-        if rows is None or gradients is None:
+    def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
+        gradients = window.latest.get("gradient")
+        if gradients is None:
             return
-        for row, step in enumerate(rows.steps.tolist()):
-            self._take(window, step)
-            is_trained, now = gradients.of(rows.names).max_abs[-1] > 0, directions(rows, row)
-            before = self._sums.values_for(rows.names), self._ranges.values_for(rows.names)
-            if self._began < 0:
-                self._began, self._are_fresh = self._count, look_fresh(rows, row, is_trained)
-                before[0][:], before[1][:] = now
-            if self._count - self._began >= (self._RISING if self._is_warm_up else self._STEPS):
-                self._is_over, is_trained = True, is_trained & rows.tensors.matrices
-                moves = np.maximum(*np.abs(np.subtract(now, before)))[is_trained]
-                moves = moves[np.isfinite(moves)]
-                moved = median(moves) if len(moves) else 0.0
-                # Of two networks that train in turn the losses say little, but fresh weights come farther.
-                if not window.run.has_other_optimizer or (self._are_fresh and moved < self._STILL[0]):
-                    numel = int(rows.tensors.numel[is_trained].sum())
-                    yield from self._judge_moves(window, int(window.steps.searchsorted(step)), moved, numel)
-                return
+        is_trained, now = gradients.of(rows.names).max_abs[-1] > 0, directions(rows, row)
+        before = self._sums.values_for(rows.names), self._ranges.values_for(rows.names)
+        if self._began < 0:
+            self._began, self._are_fresh = self._count, look_fresh(rows, row, is_trained)
+            before[0][:], before[1][:] = now
+        elif self._count - self._began >= self._STEPS and not self._is_warm_up:
+            self._is_over, is_trained = True, is_trained & rows.tensors.matrices
+            moves = np.maximum(*np.abs(np.subtract(now, before)))[is_trained]
+            moves = moves[np.isfinite(moves)]
+            moved = median(moves) if len(moves) else 0.0
+            # Of two networks that train in turn the losses say little, but fresh weights come farther.
+            if not window.run.has_other_optimizer or (self._are_fresh and moved < self._STILL[0]):
+                at, numel = int(window.steps.searchsorted(rows.steps[row])), int(rows.tensors.numel[is_trained].sum())
+                yield from self._judge_moves(window, at, moved, numel)
 
     def _judge_moves(self, window: Window, row: int, moved: float, numel: int) -> Iterator[Finding]:
         rate, first, now = window.value("lr", row), median(self._first), median(self._recent)
         fresh = self._STILL if moved < self._STILL[0] else self._FRESH
         least, share = fresh if self._are_fresh else self._TRAINED
-        if self._is_warm_up:
-            takes = self._count * max(window.run.initial_lrs, default=0.0) / rate  # steps, if it rises evenly to that
-            slow = self._SLOW if self._are_fresh and takes < self._count else (0.0, 1.0)
-            least, share = (self._FRESH[0], CHANCE) if takes > self._LONG else slow
         is_flat = first - now < (1 - share) * abs(first) and (first > 0 or self._are_fresh)
         if not (0 < moved < least and is_flat):
             return
         causes, advice, run = [*self.causes], [*self.advice], window.run
         text = f"the median weight has moved by {moved:.1g} of its norm in {self._count} steps, at a learning rate of "
-        text += f"{rate:.3g}" + f", which rises by {rate / self._count:.1g} per step" * self._is_warm_up
+        text += f"{rate:.3g}"
         if window.value("finite_norm", row) < run.optimizer_eps * math.sqrt(numel):
             text += f" and an eps of {run.optimizer_eps:g}, far larger than the gradients"
             causes, advice = [_EPS, *causes], [_USUAL_EPS, *advice]
         elif run.step_size != "rate":
             causes.insert(int(rate < self._RATE), SCALED)
         text += f"; the loss began at {first:.4g} and is {now:.4g}"
-        causes = [NEVER_WARM, *causes] if self._is_warm_up else causes
         yield from self._found_once(0, "lr", text, causes=causes, advice=advice, moved=moved, lr=rate)
 
 
@@ -262,28 +244,23 @@ class NoLearning(LearningRule):
         super().__init__()
         self.steps = steps
 
-    def judge(self, window: Window) -> Iterable[Finding]:
-        if math.isnan(self._gradient):
-            self._gradient = window.value("norm", 0)
-        for step, norm in norms_of_weights(window):
-            yield from self._judge_losses(window, step)
-            self._norm = max(norm, 1e-300) if math.isnan(self._norm) else self._norm
-            self._grown = norm / self._norm
-        yield from self._judge_losses(window)
+    def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
+        norm, at = rows.norm_of_matrices[row], int(window.steps.searchsorted(rows.steps[row]))
+        if math.isnan(self._norm):
+            self._norm, self._gradient = max(norm, 1e-300), window.value("norm", at)
+        self._grown = norm / self._norm
+        return ()
 
-    def _judge_losses(self, window: Window, until: float = math.inf) -> Iterator[Finding]:
-        for row in self._follow(window, until):
-            if self._count < SOON + HALF:
-                continue
-            is_due = self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
-            fit = window.outputs.fit
-            is_due &= window.outputs.classes > 0 or (
-                fit is not None and not (window.run.loss_is_sum and fit.squares > 0)
-            )
-            if is_due and not window.run.has_other_optimizer:
-                yield from self._judge_samples(0.0 if fit is None else fit.samples)
-            if self._classes and not self._has_learned:
-                yield from self._judge_classes(window, row, is_due)
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        if self._count < SOON + HALF:
+            return
+        fit, is_due = window.outputs.fit, self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
+        has_one_term = fit is not None and not (window.run.loss_is_sum and fit.squares > 0)
+        is_due &= window.outputs.classes > 0 or has_one_term
+        if is_due and not window.run.has_other_optimizer:
+            yield from self._judge_samples(0.0 if fit is None else fit.samples)
+        if self._classes and not self._has_learned:
+            yield from self._judge_classes(window, row, is_due)
 
     def _judge_samples(self, samples: float) -> Iterator[Finding]:
         """Judges the last losses without knowing what the model is: as that of two classes, or a contrastive one."""
@@ -323,7 +300,7 @@ class NoLearning(LearningRule):
         """The series that is to blame, causes and advice, and an addition to the text, by what the rows show."""
         share, norm, change = window.outputs.certain, window.value("norm", row), change_in_words(self._grown)
         if change and self._grown > 1:
-            return "lr", RATES, (LOWER,), f"; {change}"
+            return "lr", GrowingWeights.causes, GrowingWeights.advice, f"; {change}"
         if change:
             return "weight_decay", _DECAYS, (_LESS_DECAY,), f"; {change}"
         if share > self._CERTAIN:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Records, carried, median
-from gradstat.rules.course import LOOK, LearningRule
+from gradstat.rules.course import LearningRule
 from gradstat.rules.output_facts import Activation, OutputFacts
 from gradstat.rules.rows import Window
 
@@ -23,6 +23,7 @@ _FACING = 0.25
 # noisy targets, look like unrelated ones, and smaller ones the other way round.
 _OF_SQUARES = 0.625
 
+_LOOK = "inspect a batch and its labels right before they enter the model"
 
 _IN_WORDS = {
     Activation.PROBABILITIES: "are probabilities already",
@@ -58,8 +59,7 @@ class ActivatedOutputs(LearningRule):
             yield from self._found_once(seen.step, "logits", text, "output")
         for seen in window.observed("outputs"):
             step, activation, classes = seen.step, seen.value.activation, seen.value.classes
-            if self._count < 2:
-                self._take(window, step)
+            yield from self._take(window, step)
             is_told = activation > Activation.PROBABILITIES
             if activation == Activation.PROBABILITIES:
                 low, high = self._CHANCE
@@ -69,8 +69,7 @@ class ActivatedOutputs(LearningRule):
             if is_told:
                 text = f"the model's outputs {_IN_WORDS[activation]}, but the loss applies a softmax to them"
                 yield from self._found_once(step, "logits", text, "output", classes=classes)
-        if self._count < 2:
-            self._take(window)
+        yield from self._take(window)
 
 
 class SoftmaxDimension(LearningRule):
@@ -168,7 +167,7 @@ class EqualTargets(TargetsRule):
         "labels that were lost, or read from the wrong column",
         "one class that is far more frequent than all others",
     )
-    advice = ("shuffle the data: DataLoader(..., shuffle=True)", LOOK)
+    advice = ("shuffle the data: DataLoader(..., shuffle=True)", _LOOK)
 
     # From the start in at least so many looks, over so many steps.
     _LOOKS, _STEPS = 3, 32
@@ -314,7 +313,7 @@ class UnrelatedOutputs(TargetsRule):
     )
     advice = (
         "train on a single batch: if the loss does not fall to nearly 0, the program is wrong, not the data",
-        LOOK,
+        _LOOK,
     )
 
     # Healthy models of the tests are related by then. A correlation is small below this, and below so many standard
@@ -329,7 +328,7 @@ class UnrelatedOutputs(TargetsRule):
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for step, _, loss, targets in () if window.run.has_other_optimizer else self.looks(window):
-            self._take(window, step)
+            yield from self._take(window, step)
             if targets is None or targets.related is None or not self._count or self._is_over:
                 continue
             is_flat = median(self._recent) > self._FLAT * median(self._first)
@@ -337,7 +336,7 @@ class UnrelatedOutputs(TargetsRule):
             self._related = [*self._related, targets.related][-_BATCHES:] if is_known else []
             if len(self._related) == _BATCHES and not self._is_warm_up:
                 yield from self._judge_related(step, loss)
-        self._take(window)
+        yield from self._take(window)
 
     def _judge_related(self, step: int, loss: float) -> Iterator[Finding]:
         related = float(np.mean(self._related))
