@@ -12,8 +12,9 @@ import numpy as np
 from gradstat.recording.kinds import INPUT_KINDS
 from gradstat.rules.rows import Floats, Rows, Window
 
-# All thresholds are conventions of gradstat. A change may explain what begins up to so many steps later.
-_BEFORE, _BEFORE_IF_INPUT = 100, 32
+# All thresholds are conventions of gradstat. A change may explain what begins up to so many steps later; of an input,
+# up to the second number.
+_BEFORE = 100, 32
 # Learning rates rise by more than this factor in one step, and settings change by more than it between two reviews;
 # what dropout keeps, by less.
 JUMP, _KEPT = 3.0, 1.5
@@ -55,48 +56,36 @@ class Changes:
         """Forgets everything, since another run follows."""
         self._settings: dict[str, float] = {}
         self._rate = math.nan
-        self._losses: list[tuple[float, float]] = []  # the last ones, and the norms of gradients
+        self._losses: list[list[float]] = []  # the last ones, and the norms of gradients
         self._statistics: dict[str, Floats] = {}  # of inputs: the last values of each
         self._seen: list[_Change] = []
 
     def note(self, window: Window) -> None:
         """Looks at the steps of ``window``."""
         if len(window.steps):
-            self._seen = [*self._seen, *self._of_rates(window), *self._of_settings(window)]
-            self._seen = [*self._seen[-_MOST:], *self._of_factors(window)]
+            self._seen = [*self._seen[-_MOST:], *self._of_settings(window), *self._of_scalars(window)]
             for kind in INPUT_KINDS:
                 if kind in window.measured:
                     self._seen += self._of_inputs(window.measured[kind])
 
     def before(self, step: int) -> list[str]:
         """What changed before something began in ``step``, the likeliest first, in words."""
-        near = [
-            change
-            for change in self._seen
-            if change.first <= step <= change.last + (_BEFORE_IF_INPUT if change.is_of_input else _BEFORE)
-        ]
+        near = [one for one in self._seen if one.first <= step <= one.last + _BEFORE[one.is_of_input]]
         near.sort(key=lambda change: (change.is_of_input, -change.last))
         return [change.words for change in near]
 
-    def _of_rates(self, window: Window) -> Iterator[_Change]:
-        for step, rate in zip(window.steps.tolist(), window.scalars.get("lr", np.empty(0)).tolist(), strict=False):
+    def _of_scalars(self, window: Window) -> Iterator[_Change]:
+        nothing = np.full(len(window.steps), math.nan)
+        columns = (window.scalars.get(name, nothing).tolist() for name in ("lr", "loss", "finite_norm"))
+        for step, rate, *now in zip(window.steps.tolist(), *columns, strict=True):
             if rate > JUMP * self._rate > 0:
                 yield _Change(step, step, _in_words("learning rate", self._rate, rate))
-            self._rate = rate
-
-    def _of_factors(self, window: Window) -> Iterator[_Change]:
-        nothing = np.empty(0)
-        losses, norms = (window.scalars.get(name, nothing).tolist() for name in ("loss", "finite_norm"))
-        for step, loss, norm in zip(window.steps.tolist(), losses, norms, strict=False):
-            if len(self._losses) == _STEPS:
-                before = [median(values) for values in zip(*self._losses, strict=True)]
-                times, of_norm = (now / old if old > 0 else 0.0 for now, old in zip((loss, norm), before, strict=True))
-                if times > _FACTOR and of_norm > _FACTOR and 1 / _ALIKE < times / of_norm < _ALIKE:
-                    words = (
-                        f"a factor on the loss: loss and gradient norm rose {times:.3g} and {of_norm:.3g} times at once"
-                    )
-                    yield _Change(step, step, words)
-            self._losses = [*self._losses, (loss, norm)][-_STEPS:]
+            before = map(median, zip(*self._losses, strict=True)) if len(self._losses) == _STEPS else (0.0, 0.0)
+            times, of_norm = (new / old if old > 0 else 0.0 for new, old in zip(now, before, strict=True))
+            if times > _FACTOR and of_norm > _FACTOR and 1 / _ALIKE < times / of_norm < _ALIKE:
+                of_both = f"loss and gradient norm rose {times:.3g} and {of_norm:.3g} times at once"
+                yield _Change(step, step, f"a factor on the loss: {of_both}")
+            self._rate, self._losses = rate, [*self._losses, now][-_STEPS:]
 
     def _of_settings(self, window: Window) -> Iterator[_Change]:
         changed: dict[str, list[str]] = {}  # of several modules or groups at once, only one is named
@@ -111,13 +100,9 @@ class Changes:
             yield _Change(int(window.steps[0]), int(window.steps[-1]), words.replace("\0", named))
 
     def _of_inputs(self, rows: Rows) -> Iterator[_Change]:
-        sizes = np.broadcast_to(rows.numel, rows.mean.shape)
-        for what, values in (
-            ("mean", rows.mean),
-            ("standard deviation", rows.std),
-            ("largest magnitude", rows.max_abs),
-            ("number of elements", sizes),
-        ):
+        statistics = {"mean": rows.mean, "standard deviation": rows.std, "largest magnitude": rows.max_abs}
+        statistics["number of elements"] = np.broadcast_to(rows.numel, rows.mean.shape)
+        for what, values in statistics.items():
             for name, of_one in zip(rows.names, values.T, strict=True):
                 key, is_known = f"{what} of {name}", np.isfinite(of_one)
                 series = np.concatenate([self._statistics.get(key, np.empty(0)), of_one[is_known]])

@@ -9,6 +9,11 @@ from gradstat.recording.findings import Finding
 from gradstat.rules.base import Band, Rule, carried, series
 from gradstat.rules.rows import Window
 
+# What smaller gradients cause.
+_EFFECTS = (
+    "momentum-drift", "small-second-moment", "unchanged-parameter", "tiny-steps", "no-learning", "unrelated-outputs",
+)  # fmt: skip
+
 
 class ScaledClip(Rule):
     """Gradients that are clipped while they still carry the loss scale, so that the limit is far too low.
@@ -19,7 +24,7 @@ class ScaledClip(Rule):
     """
 
     name = "scaled-clip"
-    explains = ("momentum-drift", "small-second-moment", "unchanged-parameter", "no-learning", "unrelated-outputs")
+    explains = _EFFECTS
     causes = ("a clip that is called before scaler.unscale_(optimizer)",)
     advice = ("call scaler.unscale_(optimizer) after the last backward() and before the clip",)
 
@@ -29,8 +34,7 @@ class ScaledClip(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for row, (step, limit) in enumerate(series(window, "scaled_clip")):
             scale = window.value("loss_scale", row)
-            if limit**2 < scale and not self._episodes:
-                self.begins("", step)
+            if limit**2 < scale and not self._episodes and self.begins("", step):
                 text = f"gradients are clipped to {limit:g} while they still carry the loss scale of {scale:g}, which "
                 text += f"clips the true gradients to {limit / scale:.3g}"
                 yield self.found(max(step - 1, 0), "norm", text, limit=limit, loss_scale=scale)
@@ -44,10 +48,7 @@ class TinyClip(Rule):
     """
 
     name = "tiny-clip"
-    explains = (
-        "momentum-drift", "small-second-moment", "unchanged-parameter", "tiny-steps", "no-learning",
-        "unrelated-outputs",
-    )  # fmt: skip
+    explains = _EFFECTS
     causes = ("a clipping limit with a wrong exponent, or in another unit than the gradient norm",)
     advice = ("clip to about the usual gradient norm, or to 1",)
 
@@ -58,22 +59,18 @@ class TinyClip(Rule):
     _in_a_row = carried(0)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for row, step in enumerate(window.steps.tolist() if "tiny_clip" in window.scalars else ()):
+        self._in_a_row *= "tiny_clip" in window.scalars
+        for row, (step, limit) in enumerate(series(window, "tiny_clip")):
             # It is known of a step when the next one is measured.
-            limit, reach = window.value("tiny_clip", row), window.value("lr", row)
-            is_tiny = self._TIMES * limit < self._norm
-            is_tiny &= not (window.run.step_size == "gradient" and reach * limit > self._REACH)
-            self._in_a_row = self._in_a_row + 1 if is_tiny else 0
-            self._least = min(self._norm, self._least) if self._in_a_row > 1 else self._norm
-            self._norm = window.value("finite_norm", row)
+            norm = window.value("finite_norm", row - 1) if row else self._norm
+            makes_up = window.run.step_size == "gradient" and window.value("lr", row) * limit > self._REACH
+            self._in_a_row = self._in_a_row + 1 if self._TIMES * limit < norm and not makes_up else 0
+            self._least = min(norm, self._least) if self._in_a_row > 1 else norm
             if self._in_a_row == self._STEPS and self.begins("", step):
                 text = f"gradients are clipped to a norm of {limit:g} in every step, but their norm was at least "
                 text += f"{self._least:.3g} in {self._STEPS} steps: {self._least / limit:,.0f} times the limit or more"
                 yield self.found(step - self._STEPS, "norm", text, limit=limit, least=self._least)
-        if len(window.steps):
-            self._norm = window.value("finite_norm", -1)
-            if "tiny_clip" not in window.scalars:
-                self._in_a_row = 0
+        self._norm = window.value("finite_norm", -1) if len(window.steps) else self._norm
 
 
 class LateClip(Rule):
@@ -91,8 +88,7 @@ class LateClip(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, is_late in series(window, "late_clip"):
-            if is_late > 0 and not self._episodes:
-                self.begins("", step)
+            if is_late > 0 and not self._episodes and self.begins("", step):
                 text = "gradients were clipped after optimizer.step() and before the next backward pass, which has no "
                 text += "effect on the training"
                 yield self.found(max(step - 1, 0), "norm", text)

@@ -35,40 +35,7 @@ _SETTINGS = (
 )
 
 
-class _GrowthRule(Rule):
-    """Base of a rule on rates that grow, which waits for what follows in losses and norms."""
-
-    # Of the last steps, up to the step `_last`; of growths that wait: group, step, before, after.
-    _losses, _norms = carried(list[float]()), carried(list[float]())
-    _last, _grown = carried(-1), carried(Records(4))
-
-    def _remember(self, window: Window) -> None:
-        nothing = np.zeros(len(window.steps))
-        for kept, name in ((self._losses, "loss"), (self._norms, "norm")):
-            del kept[: -3 * _FOLLOWS]
-            kept += bounded(window.scalars.get(name, nothing))
-        self._last = int(window.steps[-1]) if len(window.steps) else self._last
-
-    def _around(self, step: int) -> list[tuple[Sequence[float], Sequence[float]]]:
-        """Losses up to ``step`` and after it, and norms."""
-        first = len(self._losses) - (self._last - step)
-        return [around(kept, first, _FOLLOWS, _FOLLOWS) for kept in (self._losses, self._norms)]
-
-    def _followed(self, is_scaled: bool) -> Iterator[list[float]]:
-        """The growths that something followed. Gradients overflow now and then if the loss ``is_scaled``."""
-        waiting, self._grown = self._grown, Records(4)
-        for growth in waiting:
-            (losses, later_losses), (norms, later_norms) = self._around(int(growth[1]))
-            ends = max([*later_losses, *([] if is_scaled else later_norms)], default=0.0) >= HUGE
-            signals = ((losses, later_losses), ([_NORMS * norm for norm in norms], later_norms))
-            rises = (risen(old, new, _IN_A_ROW, min) for old, new in signals if len(old) >= _IN_A_ROW)
-            if ends or any(rise is not None for rise in rises):
-                yield growth
-            elif len(later_losses) < _FOLLOWS:
-                self._grown.append(growth)
-
-
-class LearningRateJump(_GrowthRule):
+class LearningRateJump(Rule):
     """A learning rate that jumps, stays at 0, or is negative or NaN; also a weight decay, eps or momentum that jumps.
 
     The rate of step 0 is not compared with later ones: a program may set it between the backward pass and the step.
@@ -87,20 +54,19 @@ class LearningRateJump(_GrowthRule):
         "load scheduler and optimizer from the same checkpoint",
     )
 
-    # The last rates of the first group, for how many steps they have been low, and the rates before and at first then.
-    _course, _low_for, _fall = carried(list[float]()), carried(0), carried([0.0, 0.0])
+    # Losses and norms of the last steps, up to the step `_last`; of jumps that wait: group, step, before, after.
+    _losses, _norms = carried(list[float]()), carried(list[float]())
+    _last, _jumps = carried(-1), carried(Records(4))
+    _course = carried(list[float]())  # the last rates of the first group
     # By series, as `rate_name` calls them.
-    _before = carried(dict[str, float]())
-    _largest = carried(dict[str, float]())
-    _zero_for = carried(dict[str, int]())
-    _scheduled = carried(dict[str, float]())
-    _change = carried(dict[str, float]())
+    _before, _largest, _change = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
+    _scheduled, _zero_for = carried(dict[str, float]()), carried(dict[str, int]())
     _settings = carried(dict[str, float]())  # at the last review
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf)}
-        if self._grown:
-            (losses, _), (norms, _) = self._around(int(self._grown[0][1]))
+        if self._jumps:
+            (losses, _), (norms, _) = self._around(int(self._jumps[0][1]))
             if len(losses) >= _IN_A_ROW:
                 bands |= {"loss": (-math.inf, max(losses)), "norm": (-math.inf, _NORMS * max(norms))}
         for name, last in self._before.items():
@@ -111,80 +77,93 @@ class LearningRateJump(_GrowthRule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         yield from self._of_settings(window)
-        self._remember(window)
+        nothing = np.zeros(len(window.steps))
+        for kept, name in ((self._losses, "loss"), (self._norms, "norm")):
+            del kept[: -3 * _FOLLOWS]
+            kept += bounded(window.scalars.get(name, nothing))
+        self._last = int(window.steps[-1]) if len(window.steps) else self._last
         self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
         if first is None:
             return
         for step, rate in zip(window.steps.tolist(), first.tolist(), strict=True):
             yield from self._follow_course(step, rate if step > 0 else math.nan)
-        is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
         for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
             rates = window.scalars.get(name, first)
-            if name != "lr":
-                rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
+            rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
             listed = [self._before.get(name, before_first), *rates.tolist()]
             self._before[name] = listed[-1]
-            yield from self._review_one(name, window.steps.tolist(), listed, is_known)
-        for group, step, before, rate in self._followed(window.scalar("loss_scale") is not None):
-            if self.begins(f"jump {rate_name(int(group))}", int(step)):
-                yield self._jump(int(step), rate_name(int(group)), before, rate)
+            yield from self._review_one(name, window.steps.tolist(), listed)
+        for group, step, before, rate in self._followed(window):
+            name = rate_name(int(group))
+            if self.begins(f"jump {name}", int(step)):
+                text = f"{_in_words(name)} jumps from {before:.4g} to {rate:.4g}"
+                yield self.found(int(step), name, text, lr=rate, before=before, factor=rate / before)
+
+    def _around(self, step: int) -> list[tuple[Sequence[float], Sequence[float]]]:
+        """Losses up to ``step`` and after it, and norms."""
+        first = len(self._losses) - (self._last - step)
+        return [around(kept, first, _FOLLOWS, _FOLLOWS) for kept in (self._losses, self._norms)]
+
+    def _followed(self, window: Window) -> Iterator[list[float]]:
+        """The jumps that nothing has to follow, and those that something has."""
+        is_known = any(window.scalar(signal) is not None for signal in ("loss", "norm"))
+        is_scaled = window.scalar("loss_scale") is not None  # gradients overflow now and then
+        waiting, self._jumps = self._jumps, Records(4)
+        for jump in waiting:
+            (losses, later_losses), (norms, later_norms) = self._around(int(jump[1]))
+            ends = max([*later_losses, *([] if is_scaled else later_norms)], default=0.0) >= HUGE
+            signals = ((losses, later_losses), ([_NORMS * norm for norm in norms], later_norms))
+            rises = (risen(old, new, _IN_A_ROW, min) for old, new in signals if len(old) >= _IN_A_ROW)
+            if jump[3] < jump[2] or not is_known or ends or any(rise is not None for rise in rises):
+                yield jump
+            elif len(later_losses) < _FOLLOWS:
+                self._jumps.append(jump)
 
     def _follow_course(self, step: int, rate: float) -> Iterator[Finding]:
         """Finds that the rate has come to nearly nothing in a few steps, and stays there."""
-        highest = max(self._course, default=0.0)
-        self._low_for = self._low_for + 1 if 0 < rate < _FADES * highest else 0
-        self._course = [*self._course, *[rate] * math.isfinite(rate)][-_WITHIN:]
-        self._fall = [highest, rate] if self._low_for == 1 else self._fall
-        if self._low_for == _LASTS and self.begins("faded", step):
-            old, new = self._fall
-            text = f"the learning rate falls from {old:.4g} to {new:.4g} within {_WITHIN} steps, and stays low"
-            yield self.found(step, "lr", text, before=old, lr=new)
+        self._course = [*self._course, *[rate] * math.isfinite(rate)][-_WITHIN - _LASTS :]
+        low, highest = self._course[-_LASTS:], max(self._course[:-_LASTS], default=0.0)
+        if 0 < min(low, default=0.0) <= max(low) < _FADES * highest and self.begins("faded", step):
+            text = f"the learning rate falls from {highest:.4g} to {low[0]:.4g} within {_WITHIN} steps, and stays low"
+            yield self.found(step, "lr", text, before=highest, lr=low[0])
 
     def _of_settings(self, window: Window) -> Iterator[Finding]:
-        settings = {name: now for name, now in window.run.settings.items() if name.partition(" ")[0] in _GROW}
-        for name, now in settings.items() if len(window.steps) else ():
+        for name, now in window.run.settings.items() if len(window.steps) else ():
             what, old, step = name.partition(" ")[0], self._settings.get(name, now), int(window.steps[0])
-            if growth_of(name, old, now) > _SETTING and self.begins(name, step):
+            self._settings[name] = now
+            if what in _GROW and growth_of(name, old, now) > _SETTING and self.begins(name, step):
                 text = f"{name} has changed from {old:.4g} to {now:.4g} since step {max(step - 1, 0)}"
                 yield self.found(step, what, text, causes=_SETTINGS, before=old, now=now)
-        self._settings = settings or self._settings
 
-    def _review_one(self, name: str, steps: Sequence[int], rates: Sequence[float], is_known: bool) -> Iterator[Finding]:
-        """Judges the ``rates`` of a group, of which the first is that before ``steps``."""
-        which, largest = f"the learning rate{_of_group(name)}", self._largest.get(name, 0.0)
-        change = self._change.get(name, 0.0)
+    def _review_one(self, name: str, steps: Sequence[int], rates: Sequence[float]) -> Iterator[Finding]:
+        """Judges the ``rates`` of a group, of which the first is that before ``steps``; notes where they jump."""
+        largest, change = self._largest.get(name, 0.0), self._change.get(name, 0.0)
+        scheduled = self._scheduled.get(name, 0.0) * (1 + 1e-9)
         for step, (previous, rate) in zip(steps, itertools.pairwise(rates), strict=True):
             if rate < 0 or (math.isnan(rate) and not math.isnan(previous)):
                 if self.begins(f"invalid {name}", step):
-                    text = f"{which} is {rate}"
+                    text = f"{_in_words(name)} is {rate}"
                     yield self.found(step, name, text, severity="error", lr=str(rate), before=previous)
                 continue
             self._zero_for[name] = self._zero_for.get(name, 0) + 1 if rate == 0 and largest > 0 else 0
             if self._zero_for[name] == _ZEROS:
-                yield self.found(step - _ZEROS + 1, name, f"{which} has been 0 for {_ZEROS} steps", lr=0.0)
+                text = f"{_in_words(name)} has been 0 for {_ZEROS} steps"
+                yield self.found(step - _ZEROS + 1, name, text, lr=0.0)
             # A warm-up may begin at 0, or far below earlier rates.
             previous = previous if step > 1 else rate
-            scheduled = self._scheduled.get(name, 0.0) * (1 + 1e-9)
-            has_grown = previous > 0 and rate > max(_UP * previous, largest, scheduled)
-            has_fallen = previous > 0 and 0 < rate < previous / _DOWN
+            has_grown = rate > max(_UP * previous, largest, scheduled)
             last, change = change, rate - previous if math.isfinite(rate - previous) else 0.0
             is_ramp = change * last > 0 and abs(change) <= _RAMP * abs(last)
-            if has_grown and is_known:
-                self._grown.append([float(name[3:-1] or 0) if name != "lr" else 0.0, float(step), previous, rate])
-            elif (has_grown or has_fallen) and not is_ramp and self.begins(f"jump {name}", step):
-                yield self._jump(step, name, previous, rate)
+            if previous > 0 and (has_grown or (0 < rate < previous / _DOWN and not is_ramp)):
+                self._jumps.append([float(name[3:-1] or 0), float(step), previous, rate])
             largest = self._largest[name] = max(largest, rate)
-        change = rates[-1] - rates[-2]
-        self._change[name] = change if math.isfinite(change) else 0.0
-
-    def _jump(self, step: int, name: str, previous: float, rate: float) -> Finding:
-        text = f"the learning rate{_of_group(name)} jumps from {previous:.4g} to {rate:.4g}"
-        return self.found(step, name, text, lr=rate, before=previous, factor=rate / previous)
+        self._change[name] = change
 
 
-def _of_group(name: str) -> str:
-    return (name != "lr") * f" of group {name[3:-1]}"
+def _in_words(name: str) -> str:
+    """The series ``name`` of rates in words."""
+    return "the learning rate" + (name != "lr") * f" of group {name[3:-1]}"
 
 
 class LongWarmUp(LearningRule):
@@ -208,41 +187,37 @@ class LongWarmUp(LearningRule):
     # Of Adam and its like, from this on it is a factor, as in the schedule of Vaswani and others, and never reached.
     _FACTOR = 0.1
 
-    _rates, _highest = carried(list[float]()), carried(0.0)
-    _start, _last = carried(0), carried(-1)  # steps with a rate
+    _rates, _highest = carried(list[float]()), carried(0.0)  # the first rates, and the highest of all
 
     def review(self, window: Window) -> Iterable[Finding]:
         rates, run, known = window.scalars.get("lr"), window.run, len(self._rates)
-        peak, is_end = max(run.initial_lrs[:1], default=0.0), rates is None
+        peak = max(run.initial_lrs[:1], default=0.0)
         if self._is_over or not len(window.steps) or (peak >= self._FACTOR and run.step_size != "gradient"):
             return
         if rates is not None:
             yield from self._take(window)
-            self._start, self._last = self._start if known else int(window.steps[0]), int(window.steps[-1])
             self._rates = [*self._rates, *bounded(rates)][: self._KNOWN]
             self._highest = max(self._highest, *bounded(rates))
-        is_due = self._last - self._start >= self._ENOUGH if is_end else known < self._KNOWN == len(self._rates)
-        total = self._last + 1 if is_end else run.planned_steps
-        if is_due and total:
-            yield from self._judge_rise(peak, total, is_end)
+            if known < self._KNOWN == len(self._rates) and run.planned_steps:
+                yield from self._judge_rise(peak, run.planned_steps, False)
+        elif known == self._KNOWN and window.steps[-1] > self._ENOUGH:
+            yield from self._judge_rise(peak, int(window.steps[-1]), True)
 
     def _judge_rise(self, peak: float, total: int, is_end: bool) -> Iterator[Finding]:
         """Judges the first rates, or, if it ``is_end``, all of a run that has a ``total`` of steps."""
         half = self._KNOWN // 2
         first, count, now = self._rates[0], 2 * half, self._rates[-1]
         if is_end:
-            count, now = self._last - self._start, self._highest
+            count, now = total - 1, self._highest
         rise = (now - first) / count
         is_even = abs(self._rates[half] - first - half * rise) <= self._UNEVEN * half * rise
-        takes = self._start + (peak - first) / rise if rise > 0 else 0.0
+        takes = (peak - first) / rise if rise > 0 else 0.0
         began, loss = (median(some) if some else 0.0 for some in (self._first, self._recent))
         is_flat = 0 < self._FLAT * began < loss < began / self._FLAT
         text = f"the learning rate has risen to {now:.3g} in {count:,} steps"
         if takes > (self._SHARE * total if is_end else total) and (is_end or is_even):
-            text += (
-                f", and would come to the {peak:.3g} that its scheduler warms up to after {takes:,.0f}, but the run "
-            )
-            text += f"has {total:,}"
+            text += f", and would come to the {peak:.3g} that its scheduler warms up to after {takes:,.0f}, but the "
+            text += f"run has {total:,}"
         elif is_end and is_even and rise > 0 and is_flat and peak <= first:
             text += f", up to the end of the run; the loss began at {began:.4g} and is {loss:.4g}"
         else:
@@ -285,19 +260,20 @@ class HeavyDecay(RowsRule):
             return
         for name, decay in run.settings.items():
             what, _, group = name.partition(" of group ")
-            rates = window.scalars.get(rate_name(int(group)), first) if what == "weight_decay" and decay > 0 else None
-            if rates is None or not (np.fmax(rates, first) * decay > self._FORGETS).any():
-                self._since.pop(name, None)
+            if what != "weight_decay":
                 continue
+            rates = window.scalars.get(rate_name(int(group)), first)
             shares = np.where(np.isnan(rates), first, rates) * decay
-            for step, share in zip(window.steps.tolist(), shares.tolist(), strict=True):
-                since = self._since.get(name, step) if share > self._FORGETS else step + 1
-                self._since[name] = since
-                if step - since == self._STEPS - 1 and self.begins(name, step):
+            since = np.where(shares > self._FORGETS, self._since.get(name, window.steps[0]), window.steps + 1)
+            since = np.maximum.accumulate(since)
+            self._since[name] = int(since[-1])
+            for row in np.flatnonzero(window.steps - since == self._STEPS - 1).tolist():
+                if self.begins(name, window.steps[row]):
+                    share = float(shares[row])
                     half = math.log(0.5) / math.log1p(-min(share, 1 - 1e-9))
                     text = f"the weight decay of {decay:g} takes {share:.2g} of each weight in a step, at a learning "
                     text += f"rate of {share / decay:.3g}: half of it in {half:,.0f} steps"
-                    yield self.found(since, "weight_decay", text, decay=decay, share=share)
+                    yield self.found(since[row], "weight_decay", text, decay=decay, share=share)
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         gradients, decay = window.measured.get("gradient"), window.run.added_decay
@@ -308,10 +284,8 @@ class HeavyDecay(RowsRule):
         for step, norm in zip(rows.steps.tolist(), rows.norm_of_matrices, strict=True):
             is_heavy = self._times > self._OUTWEIGHS and norm < self._SHRUNK * self._norm
             if is_heavy and not self._episodes and self.begins("", step):
-                text = (
-                    f"the weight decay of {decay:g} added {self._times:.2g} times its gradient to that of the median "
-                )
-                text += f"weight, and the norm of all weights has shrunk to {norm / self._norm:.2g} times its first "
-                text += "value"
+                text = f"the weight decay of {decay:g} added {self._times:.2g} times its gradient to that of the "
+                text += "median weight, and the norm of all weights has shrunk to "
+                text += f"{norm / self._norm:.2g} times its first value"
                 causes = self.led_by(SCALED) if decay < NO_DECAY else self.causes
                 yield self.found(0, "weight_decay", text, causes=causes, decay=decay, times=self._times)
