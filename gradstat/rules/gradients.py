@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import Band, LastingRule, PerName, carried, numbered, same_for, series
+from gradstat.rules.base import HUGE, Band, LastingRule, PerName, Records, carried, median, numbered, same_for, series
 from gradstat.rules.precision import TOO_SMALL
-from gradstat.rules.rounding_noise import are_noise, usual_size
 from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
-from gradstat.rules.spikes import WINDOW, Jump, LevelRule, Shift, SpikeRule
+from gradstat.rules.spikes import WINDOW, LevelRule, Shift, SpikeRule
 
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
@@ -24,9 +24,7 @@ NEVER_INITIALISED: dict[str, Any] = {
         "check whether other modules were not initialised either",
     ),
 }
-# The factor over the median from which on gradients that stay large count: if no loss is known, and if one is, which
-# tells whether they do harm.
-_COUNTS, _COUNTS_BESIDE_A_LOSS = 1.0, 100.0
+_HARMFUL = 100.0  # the factor over the median from which on gradients that stay large count beside a loss
 
 
 class ExplodingGradient(SpikeRule):
@@ -63,28 +61,25 @@ class ExplodingGradient(SpikeRule):
         return {"norm": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for row, (step, norm) in enumerate(series(window, "norm")):
-            if not math.isfinite(norm):
-                continue
-            jump = self.detect_jump(step, norm)
-            if jump is not None:
-                yield self._finding(window, row, jump)
-
-    def _finding(self, window: Window, row: int, jump: Jump) -> Finding:
-        began, norm, _, median, limit, lasts = jump
         rows = window.measured.get("gradient")
-        name, share = "norm", None
-        if rows is not None and window.steps[row] in rows.steps:
-            squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[row])]) ** 2
-            largest = int(squares.argmax())
-            name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
-        beside = f", {norm / median:.3g} times the median of the last {WINDOW} steps" if median > 0 else ""
-        text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
-        about = "gradient" if name != "norm" else "series"
-        least = _COUNTS if window.scalar("loss") is None else _COUNTS_BESIDE_A_LOSS
-        severity: Severity = "info" if not lasts or norm <= least * median else self.severity
-        evidence: dict[str, Any] = {"norm": norm, "median": median or None, "limit": limit, "share": share}
-        return self.found(began, name, text, about, severity, **evidence)
+        for row, (step, norm) in enumerate(series(window, "norm")):
+            jump = self.detect_jump(step, norm) if math.isfinite(norm) else None
+            if jump is None:
+                continue
+            began, norm, _, usual, limit, lasts = jump
+            name, about, share = "norm", "series", None
+            if rows is not None and window.steps[row] in rows.steps:
+                squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[row])]) ** 2
+                largest = int(squares.argmax())
+                name, about = rows.names[largest], "gradient"
+                share = float(squares[largest] / max(squares.sum(), 1e-300))
+            text = f"the gradient norm is {norm:.4g}"
+            text += f", {norm / usual:.3g} times the median of the last {WINDOW} steps" if usual > 0 else ""
+            text += f"; {name} contributes most" * (share is not None)
+            is_harmless = window.scalar("loss") is not None and norm <= _HARMFUL * usual
+            severity: Severity = "info" if is_harmless or not lasts else self.severity
+            evidence: dict[str, Any] = {"norm": norm, "median": usual or None, "limit": limit, "share": share}
+            yield self.found(began, name, text, about, severity, **evidence)
 
 
 # Causes of a norm that falls at once.
@@ -129,8 +124,7 @@ class VanishingGradient(LevelRule):
 
     _low, _decaying = carried(0), carried(0)
     _present, _rate = carried(0), carried(math.nan)  # gradients in the last step, and its learning rate
-    _changes = carried(list[int]())  # the last steps in which their number changed
-    _rates = carried(list[int]())  # the last steps in which the rate changed
+    _changes = carried(Records(2))  # the last steps in which these changed, and up to which fall that explains one
     _began, _lowest = carried(math.nan), carried(math.nan)  # the first loss, and the lowest
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -162,48 +156,42 @@ class VanishingGradient(LevelRule):
         """As `shifts`, of the logarithms of norms; without those that something else explains."""
         rows, norms = window.measured.get("gradient"), window.scalars.get("norm", np.empty(0))
         if rows is not None:
-            for step, count in zip(rows.steps.tolist(), rows.present.sum(1).tolist(), strict=True):
-                if count != self._present:
-                    self._present = count
-                    self._changes.append(step)
+            counts = [self._present, *rows.present.sum(1).tolist()]
+            self._present = counts[-1]
+            self._changes += [[step, HUGE] for step in _changed(counts, 1.0, rows.steps)]
         rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
         self._rate = rates[-1]
-        pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
-        self._rates += [step for step, old, new in pairs if max(old, new) > _OTHER_RATE * min(old, new)]
+        self._changes += [[step, math.log(_NO_RATE)] for step in _changed(rates, _OTHER_RATE, window.steps)]
         for shift in self.shifts(window.steps, np.log(norms), -1):
-            fallen = shift.before - shift.after
-            explained = self._changes if fallen > math.log(_NO_RATE) else self._changes + self._rates
-            is_same = not any(shift.began - _SETTLING < step <= shift.step for step in explained)
-            if is_same and fallen > math.log(_LEVEL_FACTOR):
+            fall, since = shift.before - shift.after, shift.began - _SETTLING
+            is_explained = any(since < step <= shift.step and fall <= most for step, most in self._changes)
+            if fall > math.log(_LEVEL_FACTOR) and not is_explained:
                 yield shift
         last = int(window.steps[-1]) if len(window.steps) else 0
-        self._changes, self._rates = (
-            [step for step in steps if last - step < 2 * _SETTLING] for steps in (self._changes, self._rates)
-        )
+        self._changes[:] = [change for change in self._changes if last - change[0] < 2 * _SETTLING]
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
         # Only the last of these steps is examined, since the decay does not come and go.
-        sizes = rows.newest.rms[0]
-        is_positive = rows.tensors.matrices & np.isfinite(sizes) & (sizes > 0)
-        sizes = sizes[is_positive]
-        if len(sizes) < _LAYERS:
+        sizes, weights = rows.newest.rms[0], rows.tensors.matrices
+        at = np.flatnonzero(weights & (sizes > 0))
+        if len(at) < _LAYERS:
             return
-        if sizes.min() > _RATIO * sizes.max():
-            self._decaying = 0
-            return
-        weights = np.flatnonzero(rows.tensors.matrices)
-        logs, depth = np.log(sizes), np.flatnonzero(is_positive[weights])
-        smallest, largest = int(logs.argmin()), int(logs.argmax())
-        correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
+        logs, depth = np.log(sizes[at]), np.cumsum(weights)[at]
+        ratio = math.exp(logs.min() - logs.max())
+        correlation = abs(float(np.corrcoef(depth, logs)[0, 1])) if ratio <= _RATIO else 0.0
         self._decaying = self._decaying + len(rows) if correlation >= _CORRELATION else 0
         step = int(rows.steps[-1])
         if self._decaying >= _IN_A_ROW and self.begins("layers", step):
-            name = rows.names[weights[int(depth[smallest])]]
-            other = rows.names[weights[int(depth[largest])]]
-            ratio = math.exp(logs[smallest] - logs[largest])
+            name, other = rows.names[at[logs.argmin()]], rows.names[at[logs.argmax()]]
             text = f"gradients vanish layer by layer: the gradient of {name} is {ratio:.2g} times that of {other}"
             began = max(0, step - self._decaying + 1)
             yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
+
+
+def _changed(values: list[float], factor: float, steps: Iterable[int]) -> list[int]:
+    """Those of ``steps`` in which the value differs by more than a ``factor`` from that before, the first of which."""
+    pairs = zip(steps, values, values[1:], strict=False)
+    return [int(step) for step, old, new in pairs if max(old, new) > factor * min(old, new)]
 
 
 _SOON = 5  # steps before reporting that there are no gradients at all
@@ -240,17 +228,15 @@ class _AbsentGradientRule(LastingRule):
         self.in_a_row = in_a_row
 
     def _finding(
-        self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str, is_serious: bool = True, **more: Any
+        self, rows: Rows, at: int, lengths: Floats, since: Floats, text: str, is_serious: bool = True, **more: Any
     ) -> Finding:
-        steps = int(lengths[rows.names.index(name)])
-        every = [rows.names[i] for i in np.flatnonzero(lengths >= steps)]
-        text += same_for(len(every))
-        began = since[rows.names.index(name)]
+        """A finding on the parameter at this position, and on all that have been without a gradient for as long."""
+        every = [rows.names[i] for i in np.flatnonzero(lengths >= lengths[at])]
         severity: Severity = "info" if not is_serious or self.is_intermittent(rows.names) else self.severity
-        return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
+        more |= {"parameters": every[:20], "in_a_row": int(lengths[at])}
+        return self.found(since[at], rows.names[at], text + same_for(len(every)), "gradient", severity, **more)
 
 
-_LONG = 5  # so many times as many steps are long
 _CONSECUTIVE = ("consecutive layers whose weights were all initialised to zero, so that no gradient reaches them",)
 _NO_INPUT = (
     "an input of this layer that is zero: a hidden state that is reset in each step, a mask, dead ReLU units before it",
@@ -288,7 +274,6 @@ class DeadGradient(_AbsentGradientRule):
     _known = carried(PerName(0))  # of each gradient so far: 0 nothing, 1 that it was noise, or `_MORE`
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        parameters = window.latest.get("parameter")
         zero = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
         noise = self._noise(rows, zero)
         for row, fresh, lengths, since in self.lasting(rows, zero | noise, self.in_a_row):
@@ -303,43 +288,33 @@ class DeadGradient(_AbsentGradientRule):
             of_noise = [rows.names[i] for i in fresh if noise[row, i]]
             if of_noise:
                 yield self._of_noise(of_noise, window, rows, row, since)
-                fresh = [i for i in fresh if not noise[row, i]]
-                if not fresh:
-                    continue
-            weights = _weights_of(rows.tensors)
-            zeros = 0 if parameters is None else parameters.of(rows.names).field("zero_count")[-1]
-            # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
-            # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
-            alive = {rows.names[i].rpartition(".")[0] for i in np.flatnonzero((lengths == 0) & rows.present[row])}
-            names = [rows.names[i] for i in fresh]
-            whole = [name for name in names if name.rpartition(".")[0] not in alive]
-            is_blank = weights & (zeros == rows.tensors.numel) & (since == 0)
-            blank = [rows.names[i] for i in fresh if is_blank[i]]
-            name = window.run.first_in_backward(blank or whole or names)
-            text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
-            text += ", and its own elements are zero as well, so it cannot change" * bool(blank)
-            more = {} if whole else {"causes": _NO_INPUT}
-            if blank:
-                more = {**NEVER_INITIALISED, "causes": (*NEVER_INITIALISED["causes"], *_CONSECUTIVE)}
-            # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
-            # slope for negative inputs.
-            of_zeros = np.where(noise[row], 0.0, lengths)
-            yield self._finding(rows, of_zeros, since, name, text, bool(weights[fresh].any()), **more)
-        yield from self._most(rows)
+            fresh = [i for i in fresh if not noise[row, i]]
+            if fresh:
+                alive = rows.present[row] & (lengths == 0)
+                yield self._of_zeros(fresh, window, rows, alive, np.where(noise[row], 0.0, lengths), since)
 
-    def _most(self, rows: Rows) -> Iterable[Finding]:
-        """Tells of most weights at once, also if their gradients came and went before, as those of experts do."""
-        lengths = self._lasts_for.values_for(rows.names)
-        weights = _weights_of(rows.tensors) & rows.present[-1]
-        dead = weights & (lengths >= _LONG * self.in_a_row)
-        if not weights.sum() > dead.sum() > weights.sum() / 2 or not self.is_intermittent(rows.names):
-            return
-        if self.begins("gradients", rows.steps[-1]):
-            names, in_a_row = [rows.names[i] for i in np.flatnonzero(dead)], int(lengths[dead].min())
-            text = f"the gradients of {len(names)} of the {weights.sum()} weights have been zero for {in_a_row} steps"
-            causes = self.led_by("a learning rate so high that one step has turned these ReLU units into dead units")
-            began = int(self._since.values_for(rows.names)[dead].max())
-            yield self.found(began, "gradients", text, causes=causes, parameters=names[:20], in_a_row=in_a_row)
+    def _of_zeros(
+        self, fresh: list[int], window: Window, rows: Rows, alive: Bools, lengths: Floats, since: Floats
+    ) -> Finding:
+        # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight has a
+        # gradient, the weight's input is zero, and the cause is whatever produces that input.
+        modules = {rows.names[i].rpartition(".")[0] for i in np.flatnonzero(alive)}
+        names = [rows.names[i] for i in fresh]
+        whole = [name for name in names if name.rpartition(".")[0] not in modules]
+        weights, parameters = _weights_of(rows.tensors), window.latest.get("parameter")
+        zeros = 0 if parameters is None else parameters.of(rows.names).field("zero_count")[-1]
+        is_blank = weights & (zeros == rows.tensors.numel) & (since == 0)
+        blank = [rows.names[i] for i in fresh if is_blank[i]]
+        name = window.run.first_in_backward(blank or whole or names)
+        text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
+        text += ", and its own elements are zero as well, so it cannot change" * bool(blank)
+        more: dict[str, Any] = {} if whole else {"causes": _NO_INPUT}
+        if blank:
+            more = {**NEVER_INITIALISED, "causes": (*NEVER_INITIALISED["causes"], *_CONSECUTIVE)}
+        # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
+        # slope for negative inputs.
+        is_serious = bool(weights[fresh].any())
+        return self._finding(rows, rows.names.index(name), lengths, since, text, is_serious, **more)
 
     def _noise(self, rows: Rows, zero: Bools) -> Bools:
         """``[m, n]``: gradients that are noise, or zero, and never were anything else; and were not zero at first."""
@@ -368,6 +343,35 @@ def _weights_of(tensors: TensorSet) -> Bools:
     """Which are weights: one number per user or item is a bias, though an embedding keeps it."""
     several: Bools = np.array([math.prod(shape[1:]) > 1 for shape in tensors.shapes], dtype=bool)
     return several & tensors.matrices
+
+
+# A gradient is rounding noise below so many machine epsilons of its dtype, relative to the median root mean square of
+# the gradients of all weights: a gate that is normalised over one element has up to 1.7. Those of 16 bits, 0.004 and
+# more, would be as large as true gradients: in healthy programs of the tests the smallest is 0.009, over 20 steps. So
+# there the epsilon of float32 counts. And the gradient of each other weight is so many times as large, unlike where
+# gradients vanish layer by layer.
+_NOISE, _APART = 4, 1e3
+
+
+def are_noise(rows: Rows, weights: Bools) -> Bools:
+    """``[m, n]``: which gradients of ``weights`` are nothing but the rounding errors of sums that are zero."""
+    sizes = np.where(weights & (rows.rms > 0), rows.rms, math.nan)
+    largest = torch.finfo(torch.float32).eps
+    noise: Bools = sizes < _NOISE * largest * np.fmax.reduce(sizes, 1, keepdims=True)  # nearly always none
+    if noise.any():
+        dtypes = [torch.float32 if info is None else info.dtype.to_real() for info in rows.tensors.infos]
+        limits = _NOISE * np.array([min(torch.finfo(dtype).eps, largest) for dtype in dtypes])
+        for row, of_row in enumerate(sizes):
+            below = of_row < limits * usual_size(of_row)
+            others = np.fmin.reduce(of_row, where=~below, initial=math.inf)
+            noise[row] = below & (_APART * np.fmax.reduce(of_row, where=below, initial=0.0) < others)
+    return noise
+
+
+def usual_size(sizes: Floats) -> float:
+    """The median of the sizes that are not 0; NaN if there are none."""
+    known = sizes[sizes > 0]
+    return median(known) if len(known) else math.nan
 
 
 # Steps in a row if each missing parameter has a twin with a gradient: one of the same shape whose name differs only in
@@ -447,16 +451,15 @@ class MissingGradient(_AbsentGradientRule):
             # nothing needs the last of several layers.
             rests = name in window.run.backward_order or (is_small and not idle) or window.run.has_other_optimizer
             more = {"causes": self.led_by(_LEFT_OUT)} if idle else {}
-            yield self._finding(rows, lengths, since, name, text, not (never[at] and rests), **more)
+            yield self._finding(rows, at, lengths, since, text, not (never[at] and rests), **more)
 
 
 def _have_twins(rows: Rows, tensors: TensorSet, missing: Bools) -> Bools:
     """``[m, 1]``: in which steps all ``missing`` parameters have twins with a gradient."""
-    numbers: dict[Any, int] = {}
     pairs = zip(rows.names, tensors.shapes, strict=True)
-    kinds = [numbers.setdefault((numbered(name)[0], shape), len(numbers)) for name, shape in pairs]
-    alive = np.zeros((len(rows), len(numbers)), dtype=bool)
+    _, kinds = np.unique([f"{numbered(name)[0]} {shape}" for name, shape in pairs], return_inverse=True)
+    alive = np.zeros((len(rows), len(kinds)), dtype=bool)
     at, which = rows.present.nonzero()
-    alive[at, np.take(kinds, which)] = True
+    alive[at, kinds[which]] = True
     every: Bools = np.logical_and.reduce(alive[:, kinds] | ~missing, axis=1, keepdims=True)
     return every

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,20 +12,7 @@ import numpy as np
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules import first_weights
 from gradstat.rules.advice import Remedy
-from gradstat.rules.averages import IN_FLOAT32, ROUNDED_AVERAGE, in_words, standing_still
-from gradstat.rules.base import (
-    HUGE,
-    PerName,
-    Rule,
-    around,
-    bounded,
-    carried,
-    directions,
-    median,
-    reaches,
-    risen,
-    same_for,
-)
+from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, directions, reaches, risen, same_for
 from gradstat.rules.course import RISES
 from gradstat.rules.gradients import VANISHING
 from gradstat.rules.rows import Bools, Floats, Rows, Window
@@ -82,7 +70,7 @@ class ParameterJump(Rule):
         rows, kept = window.measured.get("parameter"), len(self._losses)
         losses = self._losses + bounded(window.scalars.get("loss", np.empty(0)))
         self._losses = losses[-_LATELY:]
-        reach, last = np.cumsum([self._reach, *reaches(window)]).tolist(), 0.0  # before each of these steps
+        reach, begins = reaches(window), 0
         if rows is not None:
             is_new = np.isnan(self._largest.values_for(rows.names))
             for name, text, more in first_weights.far_off(window, rows, is_new):
@@ -90,48 +78,43 @@ class ParameterJump(Rule):
                     yield self.found(rows.steps[0], name, text, "parameter", **more)
             for row, step in enumerate(rows.steps.tolist()):
                 at = int(window.steps.searchsorted(step))
-                self._reach, last = reach[at] - last, reach[at]
+                self._reach, begins = self._reach + reach[begins:at].sum(), at
                 known = losses[: kept + at + 1][-_LATELY:]
                 is_known = len(known) == min(step + 1, _LATELY) and max(known[:_FOUR] + known[-_FOUR:]) < HUGE
                 has_risen = not is_known or risen([median(known[:_FOUR])], known[-_FOUR:], _FOUR) is not None
                 yield from self._jumps(rows, row, has_risen)
-        self._reach = reach[-1] - last
+                self._reach = 0.0
+        self._reach += float(reach[begins:].sum())
         if len(window.steps):
             yield from self._harmful(losses, int(window.steps[-1]))
 
     def _jumps(self, rows: Rows, row: int, has_risen: bool) -> Iterable[Finding]:
         """Compares a row with earlier ones; ``has_risen`` says whether the loss has, or is not known."""
-        step, severity = int(rows.steps[row]), self.severity if has_risen else "info"
-        judged, largest = rows.tensors.matrices, rows.max_abs[row]
-        earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
-        usual, moves = self._usual.values_for(rows.names), self._moves.values_for(rows.names)
-        is_of_steps = (largest - earlier < _SPARE * self._reach).tolist()
-        causes_of = self.causes, self.led_by(_TOO_FAR)
-        jumped = judged & (earlier > 0) & (largest > _FACTOR * earlier)
-        if jumped.any():
-            jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
-        if jumped.any():
-            i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
-            if self.begins(rows.names[i], step):
-                text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
-                evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
-                how = severity if largest[i] < _FACTOR**2 * earlier[i] else self.severity
-                yield self.found(step, rows.names[i], text, "parameter", how, causes_of[is_of_steps[i]], **evidence)
+        step, judged, largest = int(rows.steps[row]), rows.tensors.matrices, rows.max_abs[row]
         now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
-        move = np.log(now / norms)
+        kept = self._largest, self._norms, self._usual, self._moves
+        earlier, norms, usual, moves = (state.values_for(rows.names) for state in kept)
+        move, is_of_steps = np.log(now / norms), largest - earlier < _SPARE * self._reach
+        jumped = judged & (earlier > 0) & (largest > _FACTOR * earlier)
+        jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
         grown = judged & (moves > 1) & (move > np.maximum(math.log(_GROWN), _USUAL * usual)) & ~jumped
         fallen = judged & (_SHRUNK_BY * now < norms)
-        for which, changed in (("grows", grown), ("falls", fallen)):
-            if changed.any():
-                i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
-                if self.begins(rows.names[i], step):
-                    text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
-                    text += same_for(count)
-                    evidence = {"before": norms[i], "now": now[i], "parameters": count}
-                    if not has_risen and which == "falls":
-                        self._infos[rows.names[i]] = step
-                    causes = _SHRUNK if which == "falls" else causes_of[is_of_steps[i]]
-                    yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
+        for what, changed, old, new, by in (
+            ("the largest magnitude in {} jumps", jumped, earlier, largest, largest / earlier),
+            ("the norm of {} grows", grown, norms, now, now + norms),
+            ("the norm of {} falls", fallen, norms, now, now + norms),
+        ):
+            i, count, is_fall = int(np.argmax(np.where(changed, by, 0))), int(changed.sum()), changed is fallen
+            if count and self.begins(rows.names[i], step):
+                text = f"{what.format(rows.names[i])} from {old[i]:.3g} to {new[i]:.3g}"
+                text += same_for(count) * (changed is not jumped)
+                is_info = not has_risen and new[i] < _FACTOR**2 * old[i]
+                if is_info and is_fall:
+                    self._infos[rows.names[i]] = step
+                causes = _SHRUNK if is_fall else self.led_by(_TOO_FAR) if is_of_steps[i] else self.causes
+                evidence = {"before": old[i], "now": new[i], "parameters": count}
+                severity = "info" if is_info else self.severity
+                yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
         is_finite = np.isfinite(move)
         moves += is_finite
         np.maximum(usual, np.abs(move), out=usual, where=is_finite)
@@ -151,8 +134,6 @@ class ParameterJump(Rule):
                     yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=rise)
 
 
-# Measurements in a row without any change, of which one is enough if no parameter has changed.
-_UNCHANGED = 2
 # Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the rounding error of
 # sums that are zero, as for a bias before a batch norm.
 _ROUNDING = 1e-5
@@ -166,7 +147,31 @@ _SET_BACK = "code that sets back or rounds the weights after each step: a restor
 _TINY = "gradients that are clipped to a tiny norm, or a loss that is multiplied by almost 0"
 _HARDLY = (_SET_BACK, "a learning rate that is far too low")
 _ROUNDED = "updates below the precision of the weight: bfloat16 weights keep 8 bits"
+_ROUNDED_AVERAGE = "an average in 16 bits with a decay near 1: each update is below the precision of the average"
+_IN_FLOAT32 = "keep averages of weights in float32, even if the weights are in 16 bits"
+# Of its elements at least the first share is far from the weights, and of these more than the second have not changed.
+# In trainings with averages the second is 0.08 at most with decays of which nothing rounds away (0.9 in bfloat16, 0.99
+# in float16), and 0.5 to 1 with a decay of 0.999 and more.
+_ARE_FAR, _STAND_STILL = 0.2, 0.5
 _LARGER = ("compare the clipping limit with the gradient norm", "print the learning rate of every parameter group")
+
+
+class Average(NamedTuple):
+    """What two looks, so many ``steps`` apart, say of an average of weights that is kept in 16 bits.
+
+    Attributes:
+        name: Its name in the model.
+        steps: Steps between both looks.
+        is_written: Whether it was written to in each of them, or has changed.
+        far: The share of its elements that are far from the weight.
+        still: The share of these that have not changed.
+    """
+
+    name: str
+    steps: int
+    is_written: bool
+    far: float
+    still: float
 
 
 class UnchangedParameter(Rule):
@@ -193,12 +198,11 @@ class UnchangedParameter(Rule):
         "if the weights are bfloat16, keep float32 master weights or use stochastic rounding",
     )
 
-    _measured = carried(0)
+    _measured, _since = carried(0), carried(PerName(0))  # the last look, and the first at which each was the same
+    _norms = carried(PerName(math.nan))
     _means, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # sums and ranges over norms
     # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
     _usual, _strength = carried(math.nan), carried(math.nan)
-    _same_for, _since = carried(PerName(0.0)), carried(PerName(0))
-    _sums, _squares = carried(PerName(math.nan)), carried(PerName(math.nan))
 
     def __init__(self, steps: int = 50) -> None:
         super().__init__()
@@ -206,33 +210,40 @@ class UnchangedParameter(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.seen.get("averages", []):
-            averages = standing_still(seen.value, self.steps)
-            if averages and self.begins("averages", seen.step):
-                began, name = seen.step - averages[0].steps, averages[0].name
-                told: dict[str, Any] = {"parameters": [one.name for one in averages], "share": averages[0].still}
-                told |= {"causes": (ROUNDED_AVERAGE,), "advice": (IN_FLOAT32,)}
-                yield self.found(began, name, in_words(averages), "parameter", **told)
+            written = (one for one in seen.value if one.is_written and one.steps >= self.steps)
+            still = [one for one in written if one.far >= _ARE_FAR and one.still > _STAND_STILL]
+            if still and self.begins("averages", seen.step):
+                name, steps, _, _, share = still[0]
+                text = f"{name}, an average of weights in 16 bits, does not follow them: of its elements that are far "
+                text += f"from the weights, {share:.0%} have not changed in {steps} steps" + same_for(len(still))
+                told: dict[str, Any] = {"parameters": [one.name for one in still], "share": share}
+                told |= {"causes": (_ROUNDED_AVERAGE,), "advice": (_IN_FLOAT32,)}
+                yield self.found(seen.step - steps, name, text, "parameter", **told)
         rows, gradients = window.measured.get("parameter"), window.measured.get("gradient")
         if rows is None or gradients is None:
             return
         names, gradients = rows.names, gradients.of(rows.names)
-        counts, since = self._same_for.values_for(names), self._since.values_for(names)
-        # Both stay the same only by chance if any element changes.
-        last_sums, last_squares = self._sums.values_for(names), self._squares.values_for(names)
+        since, norms = self._since.values_for(names), self._norms.values_for(names)
         for row, step in enumerate(rows.steps.tolist()):
-            sums, squares = rows.field("sum")[row], rows.field("sq_sum")[row]
-            same = (sums == last_sums) & (squares == last_squares)
-            last_sums[:], last_squares[:] = sums, squares
-            yield from self._hardly(window, rows, row)
-            enough = 1 if same.all() else _UNCHANGED
             largest = np.nan_to_num(gradients.max_abs[min(np.searchsorted(gradients.steps, step), len(gradients) - 1)])
+            moves, before = np.zeros(len(names)), self._measured
+            for kept, now in zip((self._means, self._ranges), directions(rows, row), strict=True):
+                last = kept.values_for(names)
+                moves = np.maximum(moves, np.abs(now - last))
+                last[:] = now
+            # All three stay the same only by chance if any element changes.
+            same = (moves == 0) & (rows.l2_norm[row] == norms)
+            norms[:], self._measured, others_change = rows.l2_norm[row], step, not same.all()
+            # Not those that began at zero a while ago, such as biases.
+            moves[~(rows.tensors.matrices & (largest > 0))] = math.nan
+            yield from self._hardly(window, rows, step - before, step, moves)
             # It has a gradient by which its optimizer could change it.
             same &= largest > max(_ROUNDING * largest.max(initial=0.0), VANISHING)
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
-            counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            still = np.flatnonzero((counts >= enough) & (step - since >= self.steps))
-            fresh = [names[i] for i in still if self.begins(names[i], step)]
+            # If others change, it must have stayed the same in two looks.
+            lasts = (step - since >= self.steps) & ((since < before) | (not others_change))
+            fresh = [names[i] for i in np.flatnonzero(lasts) if self.begins(names[i], step)]
             if fresh:
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
@@ -243,17 +254,8 @@ class UnchangedParameter(Rule):
                 causes = self.led_by(_ROUNDED) if _is_half(rows, fresh[0]) else None
                 yield self.found(began, fresh[0], text, "parameter", severity, causes, parameters=fresh[:20])
 
-    def _hardly(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
-        """Finds that no weight with a gradient moves by more than next to nothing."""
-        step, steps = int(rows.steps[row]), int(rows.steps[row]) - self._measured
-        moves = np.zeros(len(rows.names))
-        for kept, now in zip((self._means, self._ranges), directions(rows, row), strict=True):
-            before = kept.values_for(rows.names)
-            moves = np.maximum(moves, np.abs(now - before))
-            before[:] = now
-        # Not those that began at zero a while ago, such as biases.
-        moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
-        self._measured = step
+    def _hardly(self, window: Window, rows: Rows, steps: int, step: int, moves: Floats) -> Iterable[Finding]:
+        """Finds that no weight moves by more than next to nothing in so many ``steps``, up to this ``step``."""
         moved = float(np.fmax.reduce(moves))
         if steps < self.steps or not moved > 1e-12:  # which rounding alone does not exceed
             return
@@ -304,6 +306,10 @@ _ALIKE, _UNLIKE_BEFORE = 0.9, 0.3
 # Or the norm of the parameter has grown by the one factor or shrunk by the other, and `_USUAL` times as far as ever
 # between two measurements, on a logarithmic scale. Conventions of gradstat.
 _FAR_UP, _FAR_DOWN = 2.0, 30.0
+_BY_ITS_NORM = "; its norm went from {before:.3g} to {now:.3g}"
+_BY_ITS_COSINE = (
+    "; its cosine similarity with its value then is {cosine:.2g}, against {others:.3g} for the median weight"
+)
 
 
 class OverwrittenParameter(Rule):
@@ -340,7 +346,7 @@ class OverwrittenParameter(Rule):
             cosines = np.array([moves.cosines.get(name, math.nan) for name in names])
             foreign, is_more = _foreign(moves, names, cosines, rate)
             others = cosines[~foreign & np.isfinite(cosines)]
-            usual = median(others) if len(others) else 1.0
+            usual = median(others.tolist() or [1.0])
             before = self._cosines.values_for(names)
             sudden = (before > _ALIKE) & (before < 1 - 1e-6) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
             sudden &= rate <= self._last_rate * RISES
@@ -352,21 +358,14 @@ class OverwrittenParameter(Rule):
             if those:
                 first, began = next((name for name in those if name in moved), those[0]), seen.step - moves.steps
                 text = f"{first} was changed in place by other code than the optimizer, after step {began}"
-                text += same_for(len(those))
-                if first in moved:
-                    old, new = moved[first]
-                    text += f"; its norm went from {old:.3g} to {new:.3g}"
-                    more: dict[str, Any] = {"before": old, "now": new}
-                else:
-                    more = {"cosine": moves.cosines[first], "others": usual}
-                    text += f"; its cosine similarity with its value then is {more['cosine']:.2g}, against {usual:.3g} "
-                    text += "for the median weight"
-                yield self.found(began + 1, first, text, "parameter", parameters=those[:20], **more)
-            np.copyto(before, cosines)
+                numbers: dict[str, Any] = moved.get(first) or {"cosine": moves.cosines[first], "others": usual}
+                text += same_for(len(those)) + (_BY_ITS_NORM if first in moved else _BY_ITS_COSINE).format(**numbers)
+                yield self.found(began + 1, first, text, "parameter", parameters=those[:20], **numbers)
+            before[:] = cosines
             self._rate, self._last_rate = 0.0, rate
         self._rate = max([self._rate, *rates[begins:]])
 
-    def _moved(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
+    def _moved(self, window: Window, step: int) -> dict[str, dict[str, float]]:
         """The parameters whose norm has gone far since they were last measured, before ``step``, and both norms."""
         rows = window.measured.get("parameter")
         if rows is None or step not in rows.steps:
@@ -377,7 +376,7 @@ class OverwrittenParameter(Rule):
         is_known = np.isfinite(move)
         least = np.maximum(np.log(np.where(move > 0, _FAR_UP, _FAR_DOWN)), _USUAL * usual)
         far = np.flatnonzero(is_known & (np.abs(move) > least))
-        found = {rows.names[i]: (float(norms[i]), float(now[i])) for i in far if now[i] < _FACTOR * norms[i]}
+        found = {rows.names[i]: {"before": norms[i], "now": now[i]} for i in far if now[i] < _FACTOR * norms[i]}
         np.maximum(usual, np.abs(move), out=usual, where=is_known)
         np.copyto(norms, now, where=np.isfinite(now))
         return found
@@ -390,7 +389,7 @@ def _foreign(moves: Moves, names: tuple[str, ...], cosines: Floats, rate: float)
     """
     changes, weights = np.array([moves.changes[name] for name in names]), np.isfinite(cosines)
     distances = np.array([moves.distances.get(name, 0.0) for name in names])
-    usual = float(np.median(changes[weights] if weights.any() else changes)) if len(names) else 0.0
+    usual = median((changes[weights] if weights.any() else changes).tolist() or [0])
     steps = max(moves.steps, 1)
     is_more = (changes > usual) & (usual % steps == 0)
     # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.

@@ -15,7 +15,7 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_uninitialized
 from gradstat.monitor.probes.base import Pending, Probe, Run, is_plain
-from gradstat.rules.averages import Average
+from gradstat.rules.weights import Average
 
 _MOST, _SAMPLE = 16, 1024  # averages that are looked at, and elements of each
 _APART = 50  # steps between two looks, at least
