@@ -45,20 +45,12 @@ def _described(rows: Rows, row: int, name: str) -> tuple[str, dict[str, Any]]:
     return f"{text}, the first at {first}", {**counted, "numel": numel, "first": first}
 
 
-def _nonfinite_inputs(window: Window, step: int) -> list[str]:
-    """What has NaN in ``step`` of the batch, and of what the model was called with; Inf may be a mask."""
-    return [
-        name
-        for kind in INPUT_KINDS
-        for _, _, at, names in _nonfinite_rows(window, kind, lambda rows: rows.field("nan_count") > 0)
-        for name in names
-        if at == step
-    ]
-
-
-def _nonfinite_parameters(window: Window, step: int) -> list[str]:
-    """The first parameter with NaN or Inf in each measurement up to ``step``."""
-    return [names[0] for _, _, at, names in _nonfinite_rows(window, "parameter") if at <= step]
+def _nonfinite_before_loss(window: Window, step: int) -> list[str]:
+    """Inputs with NaN in ``step``, where Inf may be a mask, and parameters that were not finite up to it."""
+    inputs = [_nonfinite_rows(window, kind, lambda rows: rows.field("nan_count") > 0) for kind in INPUT_KINDS]
+    found = [one for of_kind in inputs for one in of_kind if one[2] == step]
+    found += [one for one in _nonfinite_rows(window, "parameter") if one[2] <= step]
+    return [names[0] for *_, names in found]
 
 
 class NonfiniteBatch(Rule):
@@ -161,15 +153,15 @@ class NonfiniteGradient(Rule):
     def _causes_of_all(self, window: Window, step: int) -> tuple[str, ...]:
         """Why every element of every gradient is NaN: a loss, a weight, an input or the norm of a clip was."""
         at = int(np.searchsorted(window.steps, step))
-        if window.value("loss_nonfinite", at) > 0 or _nonfinite_parameters(window, step):
+        if window.value("loss_nonfinite", at) > 0:
             return ("a loss or a parameter that is not finite, which has a finding of its own",)
-        if inputs := _nonfinite_inputs(window, step):
-            return (f"{inputs[0]} is not finite",)
+        if known := _nonfinite_before_loss(window, step):
+            return (f"{known[0]} is not finite",)
         return (_CLIP,) if math.isfinite(window.value("loss", at)) else (_LOSS, _CLIP)
 
 
 class NonfiniteLoss(Rule):
-    """A loss that is NaN or Inf. Three such steps in a row are reported once more: training will not recover."""
+    """A loss that is NaN or Inf."""
 
     name = "nonfinite-loss"
     severity = "error"
@@ -185,38 +177,21 @@ class NonfiniteLoss(Rule):
         SKIP,
     )
 
-    _run = carried(0)  # steps in a row
-
     def review(self, window: Window) -> Iterable[Finding]:
         for step, value in series(window, "loss_nonfinite"):
-            self._run = self._run + 1 if value > 0 else 0
             if value > 0 and self.begins("", step):
                 kind = "NaN" if value == 1 else "infinite"
                 yield self.found(step, "loss", f"the loss is {kind}", value=kind, causes=self._causes(window, step))
-            if self._run == _LOST:
-                text, more = f"the loss has not been finite for {_LOST} steps in a row", {"in_a_row": _LOST}
-                began = step - _LOST + 1
-                yield self.found(began, "loss", text, "series", None, _LOST_CAUSES, _LOST_ADVICE, **more)
 
     def _causes(self, window: Window, step: int) -> tuple[str, ...]:
         """The causes that are left after what was measured of ``step``."""
-        if nonfinite := _nonfinite_inputs(window, step) + _nonfinite_parameters(window, step):
-            return (f"{nonfinite[0]} is not finite",)
+        if known := _nonfinite_before_loss(window, step):
+            return (f"{known[0]} is not finite",)
         measured = {kind for kind, rows in window.measured.items() if step in rows.steps}
         operation, batch, parameters = self.causes
         if not measured.isdisjoint(INPUT_KINDS):
             batch = "a batch in which everything is masked out, so that a mean is 0 / 0"
         return (operation, batch) if "parameter" in measured else (operation, batch, parameters)
-
-
-# A single damaged batch accounts for one step. A loss that is not finite in so many will not recover.
-_LOST = 3
-_LOST_CAUSES = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
-_LOST_ADVICE = (
-    "stop the run and load a checkpoint from before these steps",
-    "lower the learning rate, or skip the batches of these steps",
-    Remedy("next time, on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite", "skip"),
-)
 
 
 class _NonfiniteTensor(Rule):

@@ -316,18 +316,17 @@ def _inner(frozen: list[str], window: Window) -> list[str]:
     gradients, parameters = window.latest.get("gradient"), window.latest.get("parameter")
     if gradients is None or parameters is None:
         return []
-    weights = {name for name, is_one in zip(parameters.names, parameters.tensors.matrices, strict=True) if is_one}
     trained: dict[str, list[list[int]]] = {}
     for i in np.flatnonzero(gradients.present[-1]).tolist():
         kind, numbers = numbered(gradients.names[i])
         trained.setdefault(kind, []).append(numbers)
-    inner = []
-    for name in weights.intersection(frozen):
+    weights, inner = {*np.array(parameters.names)[parameters.tensors.matrices].tolist()}, []
+    for name in frozen:
         kind, numbers = numbered(name)
-        twins = trained.get(kind, [])
-        if twins and min(twins) < numbers < max(twins):
+        twins = trained.get(kind, [numbers])
+        if name in weights and min(twins) < numbers < max(twins):
             inner.append(name)
-    return sorted(inner, key=frozen.index)
+    return inner
 
 
 def _look_new(names: list[str], window: Window) -> bool:

@@ -948,7 +948,7 @@ STORIES: list[tuple[Any, ...]] = [
      spoilt("activation", 5, 1), rows_of("activation", {0: healthy_rows()})),
     ("a loss of NaN -> nonfinite-loss, error 5 loss: the loss is NaN", series("loss_nonfinite", [math.nan] * 5 + [1.0]),
      series("loss_nonfinite", [math.nan] * 9), losses([1.0] * 9)),
-    ("a loss that stays infinite -> nonfinite-loss, error 5 loss: infinite + info 5 loss: not been finite for 3 steps",
+    ("a loss that stays infinite -> nonfinite-loss, error 5 loss: the loss is infinite",
      series("loss_nonfinite", [math.nan] * 5 + [2.0] * 4)),
     ("losses of NaN now and then -> nonfinite-loss, error 0 loss: is NaN + error 3 loss: is NaN",
      series("loss_nonfinite", [1.0, 1.0, math.nan, 1.0, 1.0, math.nan])),
