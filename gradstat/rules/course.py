@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gradstat.recording.findings import Finding
@@ -23,9 +23,6 @@ CHANCE, FLAT = 0.97, 0.9
 RISES = 1.001
 # A gradient's elements cancel up to |sum| / (norm * sqrt(count)), even if it was computed in 16 bits.
 _CANCELS = 3e-4
-# Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. In healthy programs of
-# the tests they shrink to 0.97 at most, but for a critic's in a GAN, and grow to 49 where the loss falls.
-SHRUNK, GROWN = 0.3, 3.0
 
 SCALED = "a loss or gradients that are multiplied by almost 0, or gradients that are clipped to a tiny norm"
 
@@ -48,10 +45,6 @@ class LearningRule(Rule):
     _first, _recent = carried(list[float]()), carried(list[float]())
     _until = carried(-1)  # the last step of which `_take` has taken the loss
     _rate, _is_warm_up = carried(math.nan), carried(False)  # whether it has risen in the last `SOON` steps
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._classes = max(self._classes, 0)  # a state may hold anything
 
     def review(self, window: Window) -> Iterable[Finding]:
         return () if self._is_over or not window.losses.steps else self.judge(window)
@@ -103,13 +96,6 @@ class LearningRule(Rule):
         if first <= 2 * usual:
             return usual
         return first if self._count < SPAN else max(first, median(self._first))
-
-
-def change_in_words(grown: float) -> str:
-    """How far weights have come whose norm is ``grown`` times the first one; empty if not by far, or if it is NaN."""
-    if grown < SHRUNK:
-        return f"the norm of all weights has shrunk to {grown:.2g} times its first value"
-    return f"the norm of all weights has grown to {grown:.3g} times its first value" if grown > GROWN else ""
 
 
 # Fresh tensors have no element beyond so many times their root mean square. That of a uniform distribution is 1.73;

@@ -101,7 +101,7 @@ class Targets(NamedTuple):
     related: float | None  # correlation with outputs; None if either does not vary
     outputs: float  # standard deviation of outputs
     distance: float  # that outputs have from targets at least, by the root mean square; 0 if it is not known
-    evenness: float  # as `Fit.evenness`, 1 for squares
+    evenness: float  # as `Fit.evenness`
 
 
 class TargetsRule(LearningRule):
@@ -153,8 +153,8 @@ class TargetsRule(LearningRule):
         if varies and fit.outputs:
             related = min((fit.outputs - scale * fit.cross) / math.sqrt(fit.outputs * variance), 1.0)
         deviation = math.sqrt(fit.outputs / fit.elements)
-        is_known, evenness = is_exact or squares == "yes", 1.0 if squares == "yes" else fit.evenness
-        return Targets(squares, is_known, are_equal, related, deviation, distance, evenness)
+        is_known = is_exact or squares == "yes"
+        return Targets(squares, is_known, are_equal, related, deviation, distance, fit.evenness)
 
 
 class EqualTargets(TargetsRule):
@@ -223,14 +223,12 @@ class EqualTargets(TargetsRule):
             return
         self._spreads.append([facts.middle, facts.spread, facts.labels])
         means, spreads, counts = np.transpose(self._spreads)
-        within = float(spreads.mean())
         between = float(means.var() - (spreads / counts).mean())
-        if len(means) == self._FIRST and between > self._BETWEEN * (between + within):
-            share = between / (between + within)
-            text = (
-                f"each batch has labels of its own: of the variance of labels in the first {len(means)} batches that "
-            )
-            text += f"were inspected, {share:.0%} is between batches, where shuffled data has next to nothing"
+        whole = between + float(spreads.mean())
+        if len(means) == self._FIRST and between > self._BETWEEN * whole:
+            share = between / whole
+            text = f"each batch has labels of its own: of the variance of labels in the first {len(means)} batches "
+            text += f"that were inspected, {share:.0%} is between batches, where shuffled data has next to nothing"
             yield from self._found_once(0, "logits", text, "output", share=share)
 
     def _judge_alike(self, are_classes: bool, is_policy: bool, may_begin: bool) -> Iterator[Finding]:
