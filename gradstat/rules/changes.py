@@ -50,10 +50,6 @@ class Changes:
     """Remembers what changed, to say it as the cause of what rises soon after."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets everything, since another run follows."""
         self._settings: dict[str, float] = {}
         self._rate = math.nan
         self._losses: list[list[float]] = []  # the last ones, and the norms of gradients
@@ -110,12 +106,11 @@ class Changes:
                 margin = np.maximum(high - low, _OF_RANGE * np.maximum(-low, high))[:-1]
                 is_far = (series[1:] > high[:-1] + margin) | (series[1:] < low[:-1] - margin)
                 steps = rows.steps[is_known].tolist()
-                for i in np.flatnonzero(is_far[_KNOWN - 1 :]).tolist():
-                    at = i + _KNOWN
-                    if at >= len(series) - len(steps):
-                        step, new = steps[at - len(series)], series[at]
-                        old = high[at - 1] if new > high[at - 1] else low[at - 1]
-                        yield _Change(step, step, _in_words(key, old, new), True)
+                start = max(len(series) - len(steps), _KNOWN)
+                for at in (np.flatnonzero(is_far[start - 1 :]) + start).tolist():
+                    step, new = steps[at - len(series)], series[at]
+                    old = high[at - 1] if new > high[at - 1] else low[at - 1]
+                    yield _Change(step, step, _in_words(key, old, new), True)
                 self._statistics[key] = series[-_LAST:]
 
 

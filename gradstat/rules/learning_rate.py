@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -54,9 +55,8 @@ class LearningRateJump(Rule):
         "load scheduler and optimizer from the same checkpoint",
     )
 
-    # Losses and norms of the last steps, up to the step `_last`; of jumps that wait: group, step, before, after.
-    _losses, _norms = carried(list[float]()), carried(list[float]())
-    _last, _jumps = carried(-1), carried(Records(4))
+    # The last steps with their losses and norms; of jumps that wait: group, step, before, after.
+    _signals, _jumps = carried(Records(3)), carried(Records(4))
     _course = carried(list[float]())  # the last rates of the first group
     # By series, as `rate_name` calls them.
     _before, _largest, _change = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
@@ -78,10 +78,9 @@ class LearningRateJump(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         yield from self._of_settings(window)
         nothing = np.zeros(len(window.steps))
-        for kept, name in ((self._losses, "loss"), (self._norms, "norm")):
-            del kept[: -3 * _FOLLOWS]
-            kept += bounded(window.scalars.get(name, nothing))
-        self._last = int(window.steps[-1]) if len(window.steps) else self._last
+        losses, norms = (bounded(window.scalars.get(name, nothing)) for name in ("loss", "norm"))
+        new = zip(window.steps.tolist(), losses, norms, strict=True)
+        self._signals = Records(3, [*self._signals[-3 * _FOLLOWS :], *new])
         self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
         if first is None:
@@ -102,8 +101,8 @@ class LearningRateJump(Rule):
 
     def _around(self, step: int) -> list[tuple[Sequence[float], Sequence[float]]]:
         """Losses up to ``step`` and after it, and norms."""
-        first = len(self._losses) - (self._last - step)
-        return [around(kept, first, _FOLLOWS, _FOLLOWS) for kept in (self._losses, self._norms)]
+        steps, *signals = np.reshape(self._signals, (-1, 3)).T.tolist()
+        return [around(signal, bisect_right(steps, step), _FOLLOWS, _FOLLOWS) for signal in signals]
 
     def _followed(self, window: Window) -> Iterator[list[float]]:
         """The jumps that nothing has to follow, and those that something has."""

@@ -12,6 +12,10 @@ from gradstat.rules.base import Band, LastingRule, PerName, RowsRule, Rule, carr
 from gradstat.rules.rows import Floats, Rows, Window
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+_EFFECTS = (  # of steps that follow other gradients than the last ones
+    "parameter-jump", "exploding-gradient", "loss-spike", "momentum-drift", "second-moment-drop", "growing-weights",
+    "no-learning", "unrelated-outputs",
+)  # fmt: skip
 
 
 class GradientsNotZeroed(Rule):
@@ -24,10 +28,7 @@ class GradientsNotZeroed(Rule):
     """
 
     name = "gradients-not-zeroed"
-    explains = (
-        "exploding-gradient", "loss-spike", "momentum-drift", "parameter-jump", "growing-weights", "no-learning",
-        "unrelated-outputs",
-    )  # fmt: skip
+    explains = _EFFECTS
     causes = (
         "optimizer.zero_grad() is not called between steps, or is called on another optimizer only",
         "gradients that the program keeps on purpose, as its own momentum: then leave this rule out of rules=",
@@ -105,10 +106,7 @@ class OptimizerMemory(Rule):
     """
 
     name = "optimizer-memory"
-    explains = (
-        "parameter-jump", "exploding-gradient", "loss-spike", "momentum-drift", "second-moment-drop", "growing-weights",
-        "no-learning", "unrelated-outputs",
-    )  # fmt: skip
+    explains = _EFFECTS
     causes = ("the program clears optimizer.state, or loads an old state into the optimizer, in every step",)
     advice = ("make the optimizer and load its state once, before the loop",)
 

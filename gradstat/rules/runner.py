@@ -115,7 +115,7 @@ class RuleRunner:
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
         self._rates, self.refused_at = [], -math.inf
-        self._changes.forget()
+        self._changes = Changes()
         self._consequences.forget()
         self._remember(steps, scalars)
         self.refresh(steps)
