@@ -1,16 +1,20 @@
-"""Rules on beginnings that allow no learning: weights, first losses, and what is left of activations."""
+"""Rules on beginnings that allow no learning: weights and biases, first losses, and what is left of activations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, series, sizes_of_weights
 from gradstat.rules.course import SOON, LearningRule
-from gradstat.rules.rows import Floats, Rows, Window
+from gradstat.rules.gradients import NEVER_INITIALISED
+from gradstat.rules.rows import Bools, Rows, Window
 
 
 class HeavyDropout(Rule):
@@ -60,32 +64,56 @@ class IdleBatchNorm(RowsRule):
         if self._is_over or gradients is None or step < self._LOOK:
             return
         self._is_over = True
-        is_one = (rows.field("min")[-1] == 1) & (rows.field("max")[-1] == 1)
-        is_zero = rows.field("zero_count")[-1] == rows.numel
-        of_one, of_zero = ({rows.names[i] for i in np.flatnonzero(which)} for which in (is_one, is_zero))
-        layers = [name.rpartition(".")[0] for name in rows.names if name.endswith("running_var") and name in of_one]
-        named = {f"{layer}.weight": layer for layer in layers if f"{layer}.running_mean" in of_zero}
-        has_gradient = gradients.of((*named,)).l2_norm[-1] > 0
-        idle = [layer for layer, is_trained in zip(named.values(), has_gradient, strict=True) if is_trained]
+        lows, highs = rows.field("min")[-1], rows.field("max")[-1]
+        means, ones = ({rows.names[i] for i in np.flatnonzero((lows == to) & (highs == to))} for to in (0, 1))
+        layers = [name.rpartition(".")[0] for name in rows.names if name.endswith("running_var") and name in ones]
+        layers = [layer for layer in layers if f"{layer}.running_mean" in means]
+        has_gradient = gradients.of(tuple(f"{layer}.weight" for layer in layers)).l2_norm[-1] > 0
+        idle = [layer for layer, is_trained in zip(layers, has_gradient, strict=True) if is_trained]
         if idle:
             text = f"the batch norm {idle[0]} is trained in eval mode: its running mean and variance are still 0 and 1 "
             text += f"after {step} steps" + same_for(len(idle))
             yield self.found(0, idle[0], text, "module", modules=idle[:20])
 
 
-def _first_sizes(window: Window) -> tuple[tuple[str, ...], Floats] | None:
-    """The names of weights that vary, and the size of each in the first step; None if they were not measured.
+class FarBeginning(LearningRule):
+    """A classifier whose first loss is far above that of guessing, with outputs that are too large."""
 
-    A weight keeps the size of signals if its own is about 1. There are none if fewer than two weights vary.
-    """
-    parameters = window.measured.get("parameter")
-    if parameters is None:
-        return None
-    judged, sizes = sizes_of_weights(parameters, 0)
-    varies = (parameters.field("min") != parameters.field("max"))[0, judged]  # gains may have two dimensions, too
-    if len(judged) < 2:
-        return (), np.empty(0)
-    return tuple(parameters.names[i] for i in np.array(judged)[varies]), sizes[varies]
+    name = "far-beginning"
+    causes = (
+        "inputs that are not normalised, or logits that are multiplied by a large factor",
+        "weights initialised far too large",
+    )
+    advice = (
+        "normalise the inputs, and remove factors on logits and weights",
+        "initialise each weight with a standard deviation of about 1 / sqrt(number of inputs)",
+    )
+
+    # Times the loss of guessing: healthy classifiers of the tests begin between 0.9 and 1.8, but for other terms.
+    _FAR = 2.5
+    # The share of predictions that are certain, and by how much their logit exceeds others.
+    _CERTAIN, _MARGIN = 0.3, 10.0
+
+    # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
+    _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
+
+    def judge(self, window: Window) -> Iterable[Finding]:
+        looks = window.observed("outputs")
+        if looks and math.isnan(self._certain):
+            facts = looks[0].value
+            self._certain, self._labels, self._wrong = facts.certain, facts.labels, facts.certain - facts.right
+        yield from self._take(window)
+
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        self._is_over = True
+        usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
+        # It may be a sum over samples, but not of less than such mistakes cost.
+        of_one = first / max(self._labels, 1)
+        each = of_one if of_one > max(usual / 2, self._MARGIN * self._wrong) else first
+        if self._classes and each > self._FAR * usual and self._certain > self._CERTAIN:
+            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}; "
+            text += f"{self._certain:.0%} of the predictions are saturated"
+            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=self._certain)
 
 
 _ROUNDED = 0.01  # as far as such a number may be rounded, in 16 bits
@@ -110,25 +138,23 @@ class ConstantWeights(LearningRule):
             return
         self._is_over, judged, tensors = True, sizes_of_weights(parameters, 0)[0], parameters.tensors
         values = parameters.field("min")[0]
-        are_constant = values == parameters.field("max")[0]
         inputs = np.array([math.prod(shape[1:]) for shape in tensors.shapes])
-        are_constant &= np.abs(values * inputs - 1) > _ROUNDED
+        are_constant = (values == parameters.field("max")[0]) & (np.abs(values * inputs - 1) > _ROUNDED)
         # Also those of one column, which may be gains: then matrices are left that vary.
         if len(judged) > 1 and are_constant[judged].all() and are_constant[tensors.matrices].all():
-            name = parameters.names[judged[0]]
-            text = f"all elements of {name} are equal at the start, and the same holds for every other weight: the "
-            text += "units of a layer stay copies of each other"
-            yield from self._found_once(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
+            constant = [parameters.names[i] for i in judged]
+            more = ", and the same holds for every other weight: the units of a layer stay copies of each other"
         elif "gradient" in window.latest:
             are_constant &= window.latest["gradient"].of(parameters.names).present[-1] & (values != 0)
-            shapes = [tensors.shapes[i] for i in judged]
-            feeds = {i for i, of, after in zip(judged, shapes, shapes[1:], strict=False) if of[0] == after[1]}
-            is_layer = tensors.of_layers | ((values != 1) & [name.endswith(".weight") for name in parameters.names])
-            alone = [parameters.names[i] for i in sorted(feeds) if are_constant[i] and is_layer[i]]
-            if alone:
-                text = f"all elements of {alone[0]} are equal at the start: the units of this layer begin as copies of "
-                text += f"each other{same_for(len(alone))}"
-                yield from self._found_once(int(parameters.steps[0]), alone[0], text, "parameter", weights=len(alone))
+            are_constant &= tensors.of_layers | ((values != 1) & [n.endswith(".weight") for n in parameters.names])
+            feeds = (i for i, after in pairwise(judged) if tensors.shapes[i][0] == tensors.shapes[after][1])
+            constant = [parameters.names[i] for i in feeds if are_constant[i]]
+            more = ": the units of this layer begin as copies of each other" + same_for(len(constant))
+        else:
+            return
+        if constant:
+            text = f"all elements of {constant[0]} are equal at the start{more}"
+            yield from self._found_once(int(parameters.steps[0]), constant[0], text, "parameter", weights=len(constant))
 
 
 class TinyWeights(LearningRule):
@@ -143,59 +169,107 @@ class TinyWeights(LearningRule):
     _SMALL, _SHALLOW = 0.02, 2
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        first = _first_sizes(window)
-        if first is None:
+        parameters = window.measured.get("parameter")
+        if parameters is None:
             return
-        self._is_over = True
-        if len(first[0]) > self._SHALLOW and (size := median(first[1])) < self._SMALL:
+        self._is_over, (judged, sizes) = True, sizes_of_weights(parameters, 0)
+        varies = (parameters.field("min") != parameters.field("max"))[0, judged]  # gains may have two dimensions, too
+        if varies.sum() > self._SHALLOW and (size := median(sizes[varies])) < self._SMALL:
             text = f"half of the weights begin with at most {size:.2g} times the standard deviation that preserves the "
             text += "scale of activations"
-            yield from self._found_once(0, first[0][0], text, "parameter", size=size)
+            name = parameters.names[judged[varies.argmax()]]
+            yield from self._found_once(0, name, text, "parameter", size=size)
 
 
-_MARGIN = 10.0  # by which the logit of a certain prediction exceeds others
+_INITIAL = 1e8  # the magnitude above which no initialised parameter begins
+# The root mean square of a weight at the start over that of its twins in other layers, of the same shape and with a
+# name that differs only in the numbers of layers: the median, or the smaller of two. Initial weights divided by the
+# root of their layer's number differ by 6.4 in 80 layers. Or the size of a layer's weight: up to 2.1 in 44 public
+# programs, if no normal distribution of standard deviation 1.
+_UNLIKE = 10.0
+# The size, as `sizes_of_weights` defines it, above which that counts: the last of a residual branch may begin far
+# smaller than others on purpose. Where all of three or more but one are alike up to the factor `_ALIKE_BY`, `_ALONE` is
+# enough: the hidden weights of a network of sines begin with a size of 0.05.
+_LARGE, _ALIKE_BY, _ALONE = 5.0, 2.0, 1.0
+# Or the size of a layer's weight and its ratio to the median of at least so many layers: in those programs it is up
+# to 4.1 where the size is above 1.
+_WIDE, _TIMES, _LAYERS = 2.5, 20.0, 4
+# The number of inputs up to which a layer may make waves of coordinates, as far as a standard deviation of 1 may be off
+# by chance, and the largest element over it, which is 1.73 in uniform distributions.
+_COORDINATES, _NORMAL, _TAILS = 4, 0.05, 2.5
+# The magnitude of a constant bias, of which usual ones are 0, 1 or -4.6; and the sum of its gradient over the largest
+# that this norm allows.
+_FAR_BIAS, _ONE_SIDED = 20.0, 0.9
+_OF_LAYER = ("an initialisation of this layer that differs from the others, or was applied twice",)
+_OF_BIAS = ("an initialisation of this bias with a wrong value, which saturates what follows or has to be unlearned",)
+
+_FarOff = tuple[str, str, dict[str, Any]]  # a parameter, what is wrong with it, and what else its finding has
 
 
-class FarBeginning(LearningRule):
-    """A classifier whose first loss is far above that of guessing, with outputs or weights that are too large."""
+def far_off(window: Window, rows: Rows, is_new: Bools) -> Iterator[_FarOff]:
+    """Judges the first of ``rows``, for parameters with a gradient that were not measured before."""
+    fresh = rows.tensors.matrices & is_new
+    if "gradient" not in window.latest or not fresh.any():
+        return
+    fresh &= window.latest["gradient"].of(rows.names).present[-1]
+    for i in np.flatnonzero(fresh & (rows.max_abs[0] > _INITIAL)).tolist():
+        text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
+        yield rows.names[i], text, {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
+    sizes_at = dict(zip(*sizes_of_weights(rows, 0), strict=True))
+    ratio, i = _unlike(rows, fresh, sizes_at)
+    if ratio > _UNLIKE:
+        text = f"{rows.names[i]} is {ratio:.3g} times as large at the start as the weights of the same name in other "
+        yield rows.names[i], text + "layers", {"severity": "warning", "causes": _OF_LAYER, "ratio": ratio}
+    else:
+        layers = {name for seen in window.observed("layers") for name in seen.value}
+        sizes = {i: size for i, size in sizes_at.items() if fresh[i] and _is_of_layer(rows, i, layers)}
+        i = max(sizes, key=sizes.__getitem__, default=-1)
+        size = sizes.get(i, 0.0)
+        usual = median([*sizes.values()]) if len(sizes) >= _LAYERS else size
+        if size > min(_UNLIKE, max(_WIDE, _TIMES * usual)):
+            text = f"{rows.names[i]} begins with {size:.3g} times the standard deviation that preserves activations' "
+            text += "scale" + (f", and the median layer with {usual:.2g} times it" if usual < size else "")
+            yield rows.names[i], text, {"severity": "warning", "causes": _OF_LAYER, "ratio": size}
+    if is_new.all():
+        yield from _far_biases(window, rows)
 
-    name = "far-beginning"
-    causes = (
-        "inputs that are not normalised, or logits that are multiplied by a large factor",
-        "weights initialised far too large",
-    )
-    advice = (
-        "normalise the inputs, and remove factors on logits and weights",
-        "initialise each weight with a standard deviation of about 1 / sqrt(number of inputs)",
-    )
 
-    # Times the loss of guessing: healthy classifiers of the tests begin between 0.9 and 1.8, but for other terms.
-    _FAR = 2.5
-    # The share of predictions that are certain; the median size of weights, up to 2.7 in healthy programs.
-    _CERTAIN, _LARGE = 0.3, 5.0
+def _far_biases(window: Window, rows: Rows) -> Iterator[_FarOff]:
+    """Constant biases far from 0.
 
-    # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
-    _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
-    _size = carried(math.nan)
+    A head may begin with the mean of its targets, but then it is not too large, or too small, for all of them.
+    """
+    gradients, values = window.latest["gradient"].of(rows.names), rows.field("min")[0]
+    is_far = ~rows.tensors.matrices & (values == rows.field("max")[0]) & (np.abs(values) > _FAR_BIAS)
+    norms, sums = gradients.l2_norm[-1], np.abs(gradients.field("sum")[-1])
+    one_sided = (sums > _ONE_SIDED * norms * np.sqrt(rows.tensors.numel)) & (rows.tensors.numel > 1)
+    for i in np.flatnonzero(is_far & gradients.present[-1]).tolist():
+        name, is_head = rows.names[i], rows.names[i] in window.run.backward_order[:2]
+        if "bias" in name.rpartition(".")[2] and (one_sided[i] or not norms[i] > 0 or not is_head):
+            more = {"severity": "warning", "causes": _OF_BIAS, "value": values[i]}
+            yield name, f"all elements of {name} are {values[i]:.4g} at the start", more
 
-    def judge(self, window: Window) -> Iterable[Finding]:
-        sizes = _first_sizes(window) if math.isnan(self._size) else None
-        if sizes is not None:
-            self._size = median(sizes[1]) if sizes[0] else 0.0
-        looks = window.observed("outputs")
-        if looks and math.isnan(self._certain):
-            facts = looks[0].value
-            self._certain, self._labels, self._wrong = facts.certain, facts.labels, facts.certain - facts.right
-        yield from self._take(window)
 
-    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
-        self._is_over = True
-        usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
-        share = 0.0 if math.isnan(self._certain) else self._certain
-        # It may be a sum over samples, but not of less than such mistakes cost.
-        each = first / max(self._labels, 1)
-        each = each if each > max(usual / 2, _MARGIN * self._wrong) else first
-        if self._classes and each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
-            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
-            text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
-            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
+def _is_of_layer(rows: Rows, i: int, layers: Container[str]) -> bool:
+    """Whether a weight is of one of the ``layers`` or has a bias, and may not be large on purpose.
+
+    As those are that make waves of a few coordinates, and those drawn from the standard normal distribution.
+    """
+    is_normal = abs(rows.std[0, i] - 1) < _NORMAL and rows.max_abs[0, i] > _TAILS * rows.std[0, i]
+    is_wide = math.prod(rows.tensors.shapes[i][1:]) > _COORDINATES
+    return is_wide and not is_normal and bool(rows.tensors.of_layers[i] or rows.names[i] in layers)
+
+
+def _unlike(rows: Rows, judged: Bools, sizes_at: Mapping[int, float]) -> tuple[float, int]:
+    """By how much a weight among those ``judged`` exceeds its twins in the first row, at most, and which one."""
+    twins: dict[Any, list[int]] = {}
+    for i in np.flatnonzero(judged & (rows.rms[0] > 0)).tolist():
+        twins.setdefault((re.sub(r"\b\d+\.", "", rows.names[i]), rows.tensors.shapes[i]), []).append(i)
+    worst = 0.0, -1
+    for group in twins.values():
+        sizes, largest = np.sort(rows.rms[0, group]), group[int(rows.rms[0, group].argmax())]
+        is_alone = len(group) > 2 and sizes[-2] < _ALIKE_BY * sizes[0]
+        if sizes_at.get(largest, math.inf) > (_ALONE if is_alone else _LARGE):
+            ratio = float(sizes[-1] / sizes[(len(sizes) - 1) // 2])
+            worst = (ratio, largest) if ratio > worst[0] else worst
+    return worst

@@ -16,10 +16,6 @@ from gradstat.rules.rows import Floats, Rows, Window
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
 _OFFSET = 5.0  # the smallest magnitude of values of one sign over the largest one before
 _KNOWN, _LOW_FOR = 20, 5  # earlier measurements; measurements in a row with a deviation that is too small
-# An input that nothing normalises has a larger standard deviation than `_SPREAD` from the beginning on, and so has the
-# gradient of the first weight beside that of its bias, up to `_REACHES`. The loss falls by the factor `_FALL` in the
-# first 64 steps, as the model unlearns that scale.
-_SPREAD, _REACHES, _FALL = 20.0, 8.0, 10.0
 # No initialisation expects inputs that are all smaller than these: a largest magnitude, and a standard deviation. Of
 # some input of 44 public programs the latter is 0.2 or more.
 _TINY, _NARROW = 0.05, 0.005
@@ -35,7 +31,7 @@ _SMALL = (_FLAT[1], "inputs in a unit in which all values are tiny, or that are 
 
 
 class BatchRange(RowsRule):
-    """Inputs that leave their previous range, hardly vary any more, are all zero or tiny, or were never normalised.
+    """Inputs that leave their previous range, hardly vary any more, are all zero or tiny, or lie far from 0.
 
     The last three concern the first steps: all inputs have no other values, or have a standard deviation below 0.005
     and no magnitude of 0.05, or one has a mean of a hundred standard deviations, unless a model begins with a norm. A
@@ -47,94 +43,66 @@ class BatchRange(RowsRule):
     causes = ("inputs that are normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("inspect the samples with the extreme values", "normalise and clip the inputs in the data loader")
 
-    _unscaled = carried(0.0)  # the deviation of such an input
-    _losses = carried(list[float]())  # the first ones, if there is one
-    _largest = carried(dict[str, float]())
-    _least_spread = carried(dict[str, float]())
-    _seen = carried(dict[str, int]())
-    _low_for = carried(dict[str, int]())
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        yield from self._begins_badly(window)
-        yield from super().review(window)
+    # By name. The smallest standard deviation is negative if it was that of a mask, which may be the same everywhere.
+    _largest, _least_spread = carried(dict[str, float]()), carried(dict[str, float]())
+    _seen, _low_for = carried(dict[str, int]()), carried(dict[str, int]())
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         low, high = rows.field("min"), rows.field("max")
         is_binary = (low == 0) & (high == 1) & (rows.field("sum") == rows.field("sq_sum"))
         values = np.stack([rows.max_abs, rows.std, low, high, is_binary], -1).tolist()
         for row, (step, of_step) in enumerate(zip(rows.steps.tolist(), values, strict=True)):
-            for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
-                yield from self._review_one(rows, i, step, name, kind, *numbers)
+            for name, numbers in zip(rows.names, of_step, strict=True):
+                if math.isfinite(numbers[0]):
+                    yield from self._compare(name, step, kind, *numbers)
                 self._seen[name] = self._seen.get(name, 0) + 1
             if self._seen[rows.names[0]] == _KNOWN:
-                yield from self._were_never_scaled(window, rows, row, kind)
+                yield from self._judge_first(window, rows, row, kind)
 
-    def _begins_badly(self, window: Window) -> Iterable[Finding]:
-        inputs, gradients = window.measured.get("input"), window.measured.get("gradient")
-        if inputs is not None and gradients is not None and inputs.steps[0] == gradients.steps[0] == 0:
-            weights = np.flatnonzero(gradients.tensors.matrices).tolist()
-            bias = f"{gradients.names[weights[0]].rpartition('.')[0]}.bias" if weights else ""
-            if bias in gradients.names and inputs.names[0] == _FIRST_INPUT:
-                spread, sizes = float(inputs.std[0, 0]), gradients.rms[0]
-                ratio = sizes[weights[0]] / sizes[gradients.names.index(bias)]
-                self._unscaled = spread if spread > _SPREAD and ratio > spread / _REACHES else 0.0
-        if self._unscaled and len(self._losses) < 64:
-            self._losses += filter(math.isfinite, window.scalars.get("loss", np.empty(0)).tolist())
-            later = median(self._losses[32:64]) if len(self._losses) >= 64 else math.inf
-            if self._losses and self._losses[0] > _FALL * abs(later):
-                text = f"the model's input {_FIRST_INPUT} has had a standard deviation of {self._unscaled:.3g} since "
-                text += f"the first step; the loss began at {self._losses[0]:.4g} and was {later:.4g} after 64 steps"
-                yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
-
-    def _were_never_scaled(self, window: Window, rows: Rows, row: int, kind: str) -> Iterator[Finding]:
-        """Judges all floating inputs, once their largest magnitudes in the first steps are known."""
-        gradients, begins_with_norm = window.latest.get("gradient"), False
-        if gradients is not None and gradients.names:
-            begins_with_norm = gradients.names[0].endswith("weight") and not gradients.tensors.matrices[0]
-        most = max(self._largest.get(name, 0.0) for name in rows.names)
-        spread = float(np.fmax.reduce(rows.std[row]))
-        if 0 < most < _TINY and spread < (_BELOW_EPS if begins_with_norm else _NARROW):
-            text = f"the model's inputs have a standard deviation of {spread:.2g} and no magnitude above {most:.2g}, "
-            text += "and have been as small since the first step: usual weights make hardly more than 0 of them"
-            yield self.found(0, rows.names[0], text, kind, causes=_SMALL, std=spread, largest=most)
-        centres = np.where(rows.tensors.matrices & (rows.std[row] > 0), np.abs(rows.mean[row]), 0.0)
-        i = int((centres / np.fmax(rows.std[row], 1e-300)).argmax())
-        if centres[i] > _OFF_CENTRE * rows.std[row, i] and not begins_with_norm:
-            text = f"{rows.names[i]} has a mean of {rows.mean[row, i]:.4g} and a standard deviation of only "
-            text += (
-                f"{rows.std[row, i]:.3g}, since the first step: what differs between samples is lost beside the mean"
-            )
-            yield self.found(0, rows.names[i], text, kind, mean=rows.mean[row, i], std=rows.std[row, i])
-
-    def _review_one(
-        self, rows: Rows, i: int, step: int, name: str, kind: str,
-        value: float, spread: float, low: float, high: float, is_binary: float,
-    ) -> Iterable[Finding]:  # fmt: skip
-        if not math.isfinite(value):
-            return
-        most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
+    def _compare(
+        self, name: str, step: int, kind: str, value: float, spread: float, low: float, high: float, is_binary: float
+    ) -> Iterator[Finding]:
+        """Compares the largest magnitude and the standard deviation of an input with those of earlier steps."""
+        most, is_known = self._largest.get(name, 0.0), self._seen.get(name, 0) >= _KNOWN
         is_far = value > _FACTOR * most or max(low, -high) > _OFFSET * most
-        if is_far and seen >= _KNOWN and most > 0 and self.begins(name, step):
+        if is_far and is_known and most > 0 and self.begins(name, step):
             text = f"the largest magnitude in {name} is {value:.3g}; before this step it was at most {most:.3g}"
-            yield self.found(step, name, text, about=kind, largest=value, before=most)
+            yield self.found(step, name, text, kind, largest=value, before=most)
         else:
             self._largest[name] = max(most, value)
-        least = self._least_spread.get(name, math.inf)  # negative if it was a mask, which may be the same everywhere
+        least = self._least_spread.get(name, math.inf)
         is_mask, least = least < 0 and {low, high} <= {0.0, 1.0}, abs(least)
-        if seen >= _KNOWN and spread * _FACTOR < least and not is_mask:
+        if is_known and spread * _FACTOR < least and not is_mask:
             self._low_for[name] = self._low_for.get(name, 0) + 1
             if self._low_for[name] == _LOW_FOR and self.begins(f"low {name}", step):
                 now = f"been {low:.3g} everywhere" if low == high else f"had a standard deviation of {spread:.3g}"
                 text = f"{name} has {now} for {_LOW_FOR} steps; before, its standard deviation was at least {least:.3g}"
-                evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
-                yield self.found(step - _LOW_FOR + 1, name, text, about=kind, causes=_FLAT, **evidence)
+                more: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
+                yield self.found(step - _LOW_FOR + 1, name, text, kind, causes=_FLAT, **more)
         else:
             self._least_spread[name] = min(least, spread) * (-1.0 if is_binary else 1.0)
             self._low_for[name] = 0
-        is_judged = name == _FIRST_INPUT and seen + 1 == _KNOWN and rows.tensors.matrices[i]
-        if is_judged and not any(self._largest.get(other) for other in rows.names):
+
+    def _judge_first(self, window: Window, rows: Rows, row: int, kind: str) -> Iterator[Finding]:
+        """Judges all inputs, once their largest magnitudes in the first steps are known."""
+        gradients, name, begins_with_norm = window.latest.get("gradient"), rows.names[0], False
+        if gradients is not None and gradients.names:
+            begins_with_norm = gradients.names[0].endswith("weight") and not gradients.tensors.matrices[0]
+        most, spread = max(self._largest.get(one, 0.0) for one in rows.names), float(np.fmax.reduce(rows.std[row]))
+        if name == _FIRST_INPUT and rows.tensors.matrices[0] and most == rows.max_abs[row, 0] == 0:
             text = f"the model's input {name} has been 0 everywhere since the first step"
-            yield self.found(0, name, text, about=kind, causes=_FLAT)
+            yield self.found(0, name, text, kind, causes=_FLAT)
+        if 0 < most < _TINY and spread < (_BELOW_EPS if begins_with_norm else _NARROW):
+            text = f"the model's inputs have a standard deviation of {spread:.2g} and no magnitude above {most:.2g}, "
+            text += "and have been as small since the first step: usual weights make hardly more than 0 of them"
+            yield self.found(0, name, text, kind, causes=_SMALL, std=spread, largest=most)
+        means, spreads = rows.mean[row], rows.std[row]
+        centres = np.where(rows.tensors.matrices & (spreads > 0), np.abs(means), 0.0)
+        i = int((centres / np.fmax(spreads, 1e-300)).argmax())
+        if centres[i] > _OFF_CENTRE * spreads[i] and not begins_with_norm:
+            text = f"{rows.names[i]} has a mean of {means[i]:.4g} and a standard deviation of only {spreads[i]:.3g}, "
+            text += "since the first step: what differs between samples is lost beside the mean"
+            yield self.found(0, rows.names[i], text, kind, mean=means[i], std=spreads[i])
 
 
 # So many of the features, in so many measurements in a row; two suffice if all samples are the same.

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
-from gradstat.rules import first_weights
 from gradstat.rules.advice import Remedy
 from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, directions, reaches, risen, same_for
+from gradstat.rules.beginnings import far_off
 from gradstat.rules.course import RISES
 from gradstat.rules.gradients import VANISHING
 from gradstat.rules.rows import Bools, Floats, Rows, Window
@@ -73,7 +73,7 @@ class ParameterJump(Rule):
         reach, begins = reaches(window), 0
         if rows is not None:
             is_new = np.isnan(self._largest.values_for(rows.names))
-            for name, text, more in first_weights.far_off(window, rows, is_new):
+            for name, text, more in far_off(window, rows, is_new):
                 if self.begins(name, rows.steps[0]):
                     yield self.found(rows.steps[0], name, text, "parameter", **more)
             for row, step in enumerate(rows.steps.tolist()):
