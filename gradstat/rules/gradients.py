@@ -322,7 +322,7 @@ class DeadGradient(_AbsentGradientRule):
         if (known[rows.tensors.matrices & rows.present.any(0)] == _MORE).all():  # mostly
             return np.zeros_like(zero)
         finite = rows.present & (rows.nonfinite == 0)
-        is_more = np.logical_or.accumulate(finite & ~zero & ~are_noise(rows, _weights_of(rows.tensors)))
+        is_more = np.logical_or.accumulate(finite & ~zero & ~_are_noise(rows, _weights_of(rows.tensors)))
         is_more |= (known == _MORE) | ((known == 0) & zero[finite.argmax(0), np.arange(len(known))])
         known[:] = np.where(is_more[-1], _MORE, np.maximum(known, finite.any(0)))
         noise: Bools = finite & ~is_more
@@ -331,10 +331,10 @@ class DeadGradient(_AbsentGradientRule):
     def _of_noise(self, names: list[str], window: Window, rows: Rows, row: int, since: Floats) -> Finding:
         name = window.run.first_in_backward(names)
         at = rows.names.index(name)
-        ratio = rows.rms[row, at] / usual_size(rows.rms[row, rows.tensors.matrices])
+        sizes = rows.rms[row, rows.tensors.matrices & (rows.rms[row] > 0)]
+        ratio = rows.rms[row, at] / (median(sizes) if len(sizes) else math.nan)
         text = f"the gradient of {name} has been no larger than rounding noise for {self.in_a_row} steps: {ratio:.1g} "
-        text += "times that of the median weight"
-        text += same_for(len(names))
+        text += "times that of the median weight" + same_for(len(names))
         more = {"parameters": names[:20], "in_a_row": self.in_a_row, "ratio": ratio}
         return self.found(since[at], name, text, "gradient", None, self.led_by(_OF_ONE), (_MEANT,), **more)
 
@@ -353,7 +353,7 @@ def _weights_of(tensors: TensorSet) -> Bools:
 _NOISE, _APART = 4, 1e3
 
 
-def are_noise(rows: Rows, weights: Bools) -> Bools:
+def _are_noise(rows: Rows, weights: Bools) -> Bools:
     """``[m, n]``: which gradients of ``weights`` are nothing but the rounding errors of sums that are zero."""
     sizes = np.where(weights & (rows.rms > 0), rows.rms, math.nan)
     largest = torch.finfo(torch.float32).eps
@@ -361,17 +361,11 @@ def are_noise(rows: Rows, weights: Bools) -> Bools:
     if noise.any():
         dtypes = [torch.float32 if info is None else info.dtype.to_real() for info in rows.tensors.infos]
         limits = _NOISE * np.array([min(torch.finfo(dtype).eps, largest) for dtype in dtypes])
-        for row, of_row in enumerate(sizes):
-            below = of_row < limits * usual_size(of_row)
-            others = np.fmin.reduce(of_row, where=~below, initial=math.inf)
-            noise[row] = below & (_APART * np.fmax.reduce(of_row, where=below, initial=0.0) < others)
+        for row in np.flatnonzero(noise.any(1)):
+            below = sizes[row] < limits * median(sizes[row, sizes[row] > 0])
+            others = np.fmin.reduce(sizes[row], where=~below, initial=math.inf)
+            noise[row] = below & (_APART * np.fmax.reduce(sizes[row], where=below, initial=0.0) < others)
     return noise
-
-
-def usual_size(sizes: Floats) -> float:
-    """The median of the sizes that are not 0; NaN if there are none."""
-    known = sizes[sizes > 0]
-    return median(known) if len(known) else math.nan
 
 
 # Steps in a row if each missing parameter has a twin with a gradient: one of the same shape whose name differs only in
@@ -424,8 +418,7 @@ class MissingGradient(_AbsentGradientRule):
         missing = np.zeros(rows.present.shape, dtype=bool)
         for seen in window.seen.get("missing", []):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
-        if self._resting:
-            missing &= ~np.isin(rows.names, list(self._resting))
+        missing &= ~np.isin(rows.names, list(self._resting))
         needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
         parameters = window.latest.get("parameter")
         tensors = None if parameters is None else parameters.of(rows.names).tensors

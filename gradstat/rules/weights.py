@@ -147,8 +147,8 @@ _SET_BACK = "code that sets back or rounds the weights after each step: a restor
 _TINY = "gradients that are clipped to a tiny norm, or a loss that is multiplied by almost 0"
 _HARDLY = (_SET_BACK, "a learning rate that is far too low")
 _ROUNDED = "updates below the precision of the weight: bfloat16 weights keep 8 bits"
-_ROUNDED_AVERAGE = "an average in 16 bits with a decay near 1: each update is below the precision of the average"
-_IN_FLOAT32 = "keep averages of weights in float32, even if the weights are in 16 bits"
+_ROUNDED_AVERAGE = ("an average in 16 bits with a decay near 1: each update is below the precision of the average",)
+_IN_FLOAT32 = ("keep averages of weights in float32, even if the weights are in 16 bits",)
 # Of its elements at least the first share is far from the weights, and of these more than the second have not changed.
 # In trainings with averages the second is 0.08 at most with decays of which nothing rounds away (0.9 in bfloat16, 0.99
 # in float16), and 0.5 to 1 with a decay of 0.999 and more.
@@ -157,21 +157,13 @@ _LARGER = ("compare the clipping limit with the gradient norm", "print the learn
 
 
 class Average(NamedTuple):
-    """What two looks, so many ``steps`` apart, say of an average of weights that is kept in 16 bits.
+    """What two looks say of an average of weights that is kept in 16 bits."""
 
-    Attributes:
-        name: Its name in the model.
-        steps: Steps between both looks.
-        is_written: Whether it was written to in each of them, or has changed.
-        far: The share of its elements that are far from the weight.
-        still: The share of these that have not changed.
-    """
-
-    name: str
-    steps: int
-    is_written: bool
-    far: float
-    still: float
+    name: str  # in the model
+    steps: int  # between both looks
+    is_written: bool  # whether it was written to in each of them, or has changed
+    far: float  # the share of its elements that are far from the weight
+    still: float  # the share of these that have not changed
 
 
 class UnchangedParameter(Rule):
@@ -216,9 +208,10 @@ class UnchangedParameter(Rule):
                 name, steps, _, _, share = still[0]
                 text = f"{name}, an average of weights in 16 bits, does not follow them: of its elements that are far "
                 text += f"from the weights, {share:.0%} have not changed in {steps} steps" + same_for(len(still))
-                told: dict[str, Any] = {"parameters": [one.name for one in still], "share": share}
-                told |= {"causes": (_ROUNDED_AVERAGE,), "advice": (_IN_FLOAT32,)}
-                yield self.found(seen.step - steps, name, text, "parameter", **told)
+                more: dict[str, Any] = {"parameters": [one.name for one in still], "share": share}
+                yield self.found(
+                    seen.step - steps, name, text, "parameter", None, _ROUNDED_AVERAGE, _IN_FLOAT32, **more
+                )
         rows, gradients = window.measured.get("parameter"), window.measured.get("gradient")
         if rows is None or gradients is None:
             return
@@ -281,19 +274,12 @@ def _is_half(rows: Rows, name: str) -> bool:
 
 
 class Moves(NamedTuple):
-    """How far parameters have moved since they were last compared.
+    """How far parameters have moved since they were last compared."""
 
-    Attributes:
-        steps: The number of steps since then; 0 the first time.
-        changes: By name, how often each was changed in place, as autograd counts it.
-        cosines: By name of a weight, the cosine of some of its elements with what they were.
-        distances: By name of a weight, the root mean square by which these elements have moved.
-    """
-
-    steps: int
-    changes: Mapping[str, int]
-    cosines: Mapping[str, float]
-    distances: Mapping[str, float]
+    steps: int  # since then; 0 the first time
+    changes: Mapping[str, int]  # by name, how often each was changed in place, as autograd counts it
+    cosines: Mapping[str, float]  # by name of a weight, the cosine of some of its elements with what they were
+    distances: Mapping[str, float]  # by name of a weight, the root mean square by which these elements have moved
 
 
 # A weight is another one if its cosine with what it was is below the one number, and so many times as far from 1 as
@@ -306,10 +292,8 @@ _ALIKE, _UNLIKE_BEFORE = 0.9, 0.3
 # Or the norm of the parameter has grown by the one factor or shrunk by the other, and `_USUAL` times as far as ever
 # between two measurements, on a logarithmic scale. Conventions of gradstat.
 _FAR_UP, _FAR_DOWN = 2.0, 30.0
-_BY_ITS_NORM = "; its norm went from {before:.3g} to {now:.3g}"
-_BY_ITS_COSINE = (
-    "; its cosine similarity with its value then is {cosine:.2g}, against {others:.3g} for the median weight"
-)
+_BY_NORM = "norm went from {before:.3g} to {now:.3g}"
+_BY_COSINE = "cosine similarity with its value then is {cosine:.2g}, against {others:.3g} for the median weight"
 
 
 class OverwrittenParameter(Rule):
@@ -359,7 +343,7 @@ class OverwrittenParameter(Rule):
                 first, began = next((name for name in those if name in moved), those[0]), seen.step - moves.steps
                 text = f"{first} was changed in place by other code than the optimizer, after step {began}"
                 numbers: dict[str, Any] = moved.get(first) or {"cosine": moves.cosines[first], "others": usual}
-                text += same_for(len(those)) + (_BY_ITS_NORM if first in moved else _BY_ITS_COSINE).format(**numbers)
+                text += f"{same_for(len(those))}; its " + (_BY_NORM if first in moved else _BY_COSINE).format(**numbers)
                 yield self.found(began + 1, first, text, "parameter", parameters=those[:20], **numbers)
             before[:] = cosines
             self._rate, self._last_rate = 0.0, rate
