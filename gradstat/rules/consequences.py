@@ -48,10 +48,6 @@ class Consequences:
 
     def __init__(self, explains: Mapping[str, Sequence[str]]) -> None:
         self._explains = explains
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets all findings so far."""
         self._seen: list[Finding] = []  # that may explain others
         self._nonfinite: Finding | None = None  # the cause of what is not finite
         self._healthy_at = -1  # the last step with a finite loss and finite gradients

@@ -45,18 +45,13 @@ class RuleRunner:
     def __init__(self, rules: Sequence[Rule], every: int, weights: int = 0) -> None:
         self.rules = list(rules)
         self._every, self._weights = every, weights
-        self._rates: list[float] = []
         self._losses: list[float] = []  # the first and the last finite one
-        self._changes = Changes()
-        self._consequences = Consequences({rule.name: rule.explains for rule in rules})
-        self.refused_at = -math.inf
-        self._bands: list[tuple[str, float, float]] = []
         self.next_review = 1
-        self.refresh(0)
+        self.resume(0, {})
 
     def is_out_of_band(self, scalars: Mapping[str, float]) -> bool:
         """Whether one of ``scalars`` is outside of a rule's band, so that the step is reviewed at once."""
-        for name, low, high in self._bands:  # noqa: SIM110 - a generator takes longer, in every step
+        for name, (low, high) in self._bands.items():  # noqa: SIM110 - a generator takes longer, in every step
             if name in scalars and not low <= scalars[name] <= high:
                 return True
         return False
@@ -114,9 +109,9 @@ class RuleRunner:
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
-        self._rates, self.refused_at = [], -math.inf
-        self._changes = Changes()
-        self._consequences.forget()
+        self._rates: list[float] = []
+        self.refused_at = -math.inf
+        self._changes, self._consequences = Changes(), Consequences({rule.name: rule.explains for rule in self.rules})
         self._remember(steps, scalars)
         self.refresh(steps)
 
@@ -140,15 +135,14 @@ class RuleRunner:
 
         ``tensors`` are measured in every step: rows that wait for the review take memory.
         """
-        joined: dict[str, Band] = {}
+        self._bands: dict[str, Band] = {}
         for rule in self.rules:
             try:
                 for name, (low, high) in rule.bands().items():
-                    band = joined.get(name, (-math.inf, math.inf))
-                    joined[name] = (max(low, band[0]), min(high, band[1]))
+                    band = self._bands.get(name, (-math.inf, math.inf))
+                    self._bands[name] = (max(low, band[0]), min(high, band[1]))
             except Exception:  # noqa: PERF203 - in most reviews there is none
                 self._switch_off(rule)
-        self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
             # The first steps are reviewed soon, so that problems from the start are reported early. Later a review may
             # be late by a sixteenth of the run: its cost per step falls with the number of steps. A review of a step
