@@ -27,7 +27,7 @@ from gradstat.rules.finite import (
     NonfiniteOptimizerState,
     NonfiniteParameter,
 )
-from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
+from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, Underflow, VanishingGradient
 from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, TinySteps
 from gradstat.rules.learning_rate import HeavyDecay, LearningRateJump, LongWarmUp
 from gradstat.rules.optimizer import (
@@ -39,11 +39,9 @@ from gradstat.rules.optimizer import (
     UnusedGradients,
 )
 from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, RawTargets, SoftmaxDimension, UnrelatedOutputs
-from gradstat.rules.positive import NonpositiveParameter
-from gradstat.rules.precision import Underflow
 from gradstat.rules.resumption import NotRestored
 from gradstat.rules.training import LossSpike, OptimizerCoverage
-from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
+from gradstat.rules.weights import NonpositiveParameter, OverwrittenParameter, ParameterJump, UnchangedParameter
 
 RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
