@@ -124,7 +124,7 @@ class VanishingGradient(LevelRule):
 
     _low, _decaying = carried(0), carried(0)
     _present, _rate = carried(0), carried(math.nan)  # gradients in the last step, and its learning rate
-    _causes_of_falls = carried(Records(2))  # the last steps in which these changed, and up to which fall that explains one
+    _explaining = carried(Records(2))  # the last steps in which these changed, and up to which fall that explains one
     _began, _lowest = carried(math.nan), carried(math.nan)  # the first loss, and the lowest
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -158,17 +158,17 @@ class VanishingGradient(LevelRule):
         if rows is not None:
             counts = [self._present, *rows.present.sum(1).tolist()]
             self._present = counts[-1]
-            self._causes_of_falls += [[step, HUGE] for step in _changed(counts, 1.0, rows.steps)]
+            self._explaining += [[step, HUGE] for step in _changed(counts, 1.0, rows.steps)]
         rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
         self._rate = rates[-1]
-        self._causes_of_falls += [[step, math.log(_NO_RATE)] for step in _changed(rates, _OTHER_RATE, window.steps)]
+        self._explaining += [[step, math.log(_NO_RATE)] for step in _changed(rates, _OTHER_RATE, window.steps)]
         for shift in self.shifts(window.steps, np.log(norms), -1):
             fall, since = shift.before - shift.after, shift.began - _SETTLING
-            is_explained = any(since < step <= shift.step and fall <= most for step, most in self._causes_of_falls)
+            is_explained = any(since < step <= shift.step and fall <= most for step, most in self._explaining)
             if fall > math.log(_LEVEL_FACTOR) and not is_explained:
                 yield shift
         last = int(window.steps[-1]) if len(window.steps) else 0
-        self._causes_of_falls[:] = [change for change in self._causes_of_falls if last - change[0] < 2 * _SETTLING]
+        self._explaining[:] = [change for change in self._explaining if last - change[0] < 2 * _SETTLING]
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
         # Only the last of these steps is examined, since the decay does not come and go.
