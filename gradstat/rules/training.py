@@ -225,7 +225,6 @@ class OptimizerCoverage(Rule):
     )
 
     _first_look = carried(-1)
-    _before = carried(dict[str, float]())  # sums of parameters that an optimizer of one lacks
     _last_look, _has_stepped = carried(0), carried(False)
     _frozen = carried(dict[str, int]())  # the look since which it is frozen, of what was trainable
 
@@ -239,10 +238,12 @@ class OptimizerCoverage(Rule):
             self._first_look = seen.step if self._first_look < 0 else self._first_look
             yield from self._replaced(seen)
             yield from self._not_thawed(seen, window)
+            # What the optimizer lacks is told after its first step, when it is known what others have.
+            began = self._first_look if 0 < seen.value.steps == seen.value.all_steps else seen.step
             severity: Severity | None
             # The first word is what states and findings have.
             for key, lacking, severity, words in (
-                ("absent", self._left_out(seen, window), None, "has a gradient and is not in the optimizer"),
+                ("absent", seen.value.left_out, None, "has a gradient and is not in the optimizer"),
                 ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
                 ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
                 ("foreign", seen.value.unknown, None, "is not a parameter of the model, and has no gradient"),
@@ -262,20 +263,7 @@ class OptimizerCoverage(Rule):
                 if names:
                     evidence: dict[str, Any] = {"what": key, "parameters": names[:20]}
                     text = f"{names[0]} {words}{same_for(len(names))}"
-                    yield self.found(seen.step, names[0], text, "parameter", severity, causes, **evidence)
-
-    def _left_out(self, seen: Observation, window: Window) -> list[str]:
-        """Parameters with gradients that the optimizer lacks.
-
-        It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
-        """
-        rows, parameters = window.measured.get("gradient"), window.latest.get("parameter")
-        sums = {} if parameters is None else dict(zip(parameters.names, parameters.field("sum")[-1], strict=True))
-        left_out: list[str] = seen.value.left_out
-        if seen.step == self._first_look and rows is not None and len(rows.names) - len(left_out) == 1:
-            self._before = {name: sums[name] for name in left_out if name in sums}
-            return [name for name in left_out if name not in sums]
-        return [name for name in left_out if sums.get(name) == self._before.get(name, sums.get(name))]
+                    yield self.found(began, names[0], text, "parameter", severity, causes, **evidence)
 
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
         """Reports that another optimizer steps the parameters, instead of the one that did before or beside it."""

@@ -284,7 +284,8 @@ def test_other_parameters_of_the_same_names_are_noticed_by_the_monitor_wherever_
         model(torch.randn(4, 3)).sum().backward()
         monitor.step()
         assert monitor.latest().report.total_norm == gradstat.check(model).total_norm
-    assert ("optimizer-coverage", 1, "2.weight") in {(f.rule, f.step, f.name) for f in monitor.findings}
+    # In the first step it is not known yet what other optimizers have.
+    assert ("optimizer-coverage", 0, "2.weight") in {(f.rule, f.step, f.name) for f in monitor.findings}
 
 
 @pytest.mark.parametrize("way", ["model", "optimizer", "parameters", "pairs", "one", "step"])

@@ -34,6 +34,7 @@ class OptimizerSteps(Probe):
     """
 
     watch = "optimizer"
+    early = frozenset({1})  # when each optimizer of a model has stepped once
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -109,7 +110,10 @@ class OptimizerSteps(Probe):
         changes = self._gradient.changes()
         if self.run.source.is_loop and self._is_alone and self._all_steps:
             self._gradient.observe_unused(step)
-        coverage = self._coverage(named)._replace(
+        coverage = self._coverage(named)
+        if not self._all_steps and step.step < self.period:
+            coverage = coverage._replace(left_out=[])  # others, which may have them, have not stepped yet either
+        coverage = coverage._replace(
             steps=self._steps, changes=changes, age=self._age, all_steps=self._all_steps,
             steps_beside=self._steps_beside, beside=self._beside,
         )  # fmt: skip
