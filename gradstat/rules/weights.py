@@ -209,9 +209,8 @@ class UnchangedParameter(Rule):
                 text = f"{name}, an average of weights in 16 bits, does not follow them: of its elements that are far "
                 text += f"from the weights, {share:.0%} have not changed in {steps} steps" + same_for(len(still))
                 more: dict[str, Any] = {"parameters": [one.name for one in still], "share": share}
-                yield self.found(
-                    seen.step - steps, name, text, "parameter", None, _ROUNDED_AVERAGE, _IN_FLOAT32, **more
-                )
+                began = seen.step - steps
+                yield self.found(began, name, text, "parameter", None, _ROUNDED_AVERAGE, _IN_FLOAT32, **more)
         rows, gradients = window.measured.get("parameter"), window.measured.get("gradient")
         if rows is None or gradients is None:
             return
@@ -239,8 +238,7 @@ class UnchangedParameter(Rule):
             fresh = [names[i] for i in np.flatnonzero(lasts) if self.begins(names[i], step)]
             if fresh:
                 began = int(since[names.index(fresh[0])])
-                text = f"{fresh[0]} has gradients and has not changed since step {began}"
-                text += same_for(len(fresh))
+                text = f"{fresh[0]} has gradients and has not changed since step {began}" + same_for(len(fresh))
                 rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
                 rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
                 severity: Severity = "info" if rests else self.severity
