@@ -77,8 +77,7 @@ class LearningRateJump(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         yield from self._of_settings(window)
-        nothing = np.zeros(len(window.steps))
-        losses, norms = (bounded(window.scalars.get(name, nothing)) for name in ("loss", "norm"))
+        losses, norms = (bounded(window.scalars.get(name, np.zeros(len(window.steps)))) for name in ("loss", "norm"))
         new = zip(window.steps.tolist(), losses, norms, strict=True)
         self._signals = Records(3, [*self._signals[-3 * _FOLLOWS :], *new])
         self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
@@ -147,8 +146,7 @@ class LearningRateJump(Rule):
                 continue
             self._zero_for[name] = self._zero_for.get(name, 0) + 1 if rate == 0 and largest > 0 else 0
             if self._zero_for[name] == _ZEROS:
-                text = f"{_in_words(name)} has been 0 for {_ZEROS} steps"
-                yield self.found(step - _ZEROS + 1, name, text, lr=0.0)
+                yield self.found(step - _ZEROS + 1, name, f"{_in_words(name)} has been 0 for {_ZEROS} steps", lr=0.0)
             # A warm-up may begin at 0, or far below earlier rates.
             previous = previous if step > 1 else rate
             has_grown = rate > max(_UP * previous, largest, scheduled)

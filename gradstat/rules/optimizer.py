@@ -258,13 +258,12 @@ class SecondMomentDrop(RowsRule):
     _norms, _when = carried(PerName(0.0)), carried(PerName(0))
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        decay, names = window.run.second_moment_decay, rows.names
-        last_norms, when = self._norms.values_for(names), self._when.values_for(names)
+        decay = window.run.second_moment_decay
+        last_norms, when = self._norms.values_for(rows.names), self._when.values_for(rows.names)
         for row, step in enumerate(rows.steps.tolist() if decay else ()):
             norms = rows.l2_norm[row]
-            dropped = norms < _REMAINS * decay ** (step - when) * last_norms
-            due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
-            fresh = [i for i in due if self.begins(names[i], step)]
+            dropped = (norms < _REMAINS * decay ** (step - when) * last_norms) & (rows.nonfinite[row] == 0)
+            fresh = [i for i in np.flatnonzero(dropped).tolist() if self.begins(rows.names[i], step)]
             if fresh:
                 i = min(fresh, key=lambda i: norms[i] / last_norms[i])
                 name, steps = rows.names[i], step - int(when[i])
@@ -272,9 +271,8 @@ class SecondMomentDrop(RowsRule):
                 evidence = {"before": last_norms[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
                 text = f"the norm of the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
                 yield self.found(step, name, text, about=kind, **evidence)
-            is_finite = np.isfinite(norms)
-            np.copyto(last_norms, norms, where=is_finite)
-            np.copyto(when, step, where=is_finite)
+            known = np.isfinite(norms)
+            last_norms[known], when[known] = norms[known], step
 
 
 # The square roots of all elements are below eps, or this if that is less, which is the eps that torch's optimizers have
