@@ -541,10 +541,10 @@ def clipped(limit: float, steps: int = 65, gaps: int = 0, lr: float = 0.1) -> St
     return series("tiny_clip", limits, RunSettings(step_size="gradient"), finite_norm=[1.0] * steps, lr=[lr] * steps)
 
 
-def alone(losses: Sequence[float], **run: Any) -> Story:
+def alone(losses: Sequence[float], mean: float = 0.0, **run: Any) -> Story:
     """As `learning`, of outputs that are not known to be those of classes, as hidden values."""
     seen = [Observation("outputs", 0, fitted(2.0))]
-    return replace(learning(losses), observations=seen, run=RunSettings(**run))
+    return replace(learning(losses, mean), observations=seen, run=RunSettings(**run))
 
 
 def constants(
@@ -1096,6 +1096,10 @@ STORIES: list[tuple[Any, ...]] = [
      learning([2.1] * 300, right=0.5), learning([1.8] * 300)),
     ("outputs of which no classes are known -> no-learning, warning 0 loss: is 2.1 after 256 steps",
      alone([2.1] * 300), alone([2.1] * 300, loss_is_sum=True)),
+    ("a loss at chance among samples -> no-learning, warning 0 loss: is 2.773 after 256 steps; guessing among 16 gives",
+     alone([2.773] * 300, 0.01), alone([2.79] * 300, 0.01), alone([2.773] * 255, 0.01), alone([3.5] * 300, 0.01),
+     alone([4.0] * 16 + [2.773] * 284, 0.01), alone([2.773] * 300, 0.01, loss_is_sum=True),
+     alone([2.773] * 300, 0.01, has_other_optimizer=True)),
     ("a last layer of several weights -> no-learning, warning 0 loss: is 2.1 after 256 steps", splines("b.base")),
     ("a loss without a lowest value -> negative-loss, warning 63 loss: has fallen to -8.2",
      learning([-3.0] * 40 + [-8.2] * 88), learning([-3.0] * 40 + [-8.0] * 88),
