@@ -84,14 +84,14 @@ class LearningRateJump(Rule):
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
         if first is None:
             return
-        for step, rate in zip(window.steps.tolist(), first.tolist(), strict=True):
-            yield from self._follow_course(step, rate if step > 0 else math.nan)
         for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
             rates = window.scalars.get(name, first)
             rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
             listed = [self._before.get(name, before_first), *rates.tolist()]
             self._before[name] = listed[-1]
             yield from self._review_one(name, window.steps.tolist(), listed)
+        for step, rate in zip(window.steps.tolist(), first.tolist(), strict=True):
+            yield from self._follow_course(step, rate if step > 0 else math.nan)
         for group, step, before, rate in self._followed(window):
             name = rate_name(int(group))
             if self.begins(f"jump {name}", int(step)):
@@ -121,8 +121,10 @@ class LearningRateJump(Rule):
     def _follow_course(self, step: int, rate: float) -> Iterator[Finding]:
         """Finds that the rate has come to nearly nothing in a few steps, and stays there."""
         self._course = [*self._course, *[rate] * math.isfinite(rate)][-_WITHIN - _LASTS :]
+        if not 0 < rate < _FADES * self._largest.get("lr", 0.0):
+            return  # nearly always
         low, highest = self._course[-_LASTS:], max(self._course[:-_LASTS], default=0.0)
-        if 0 < min(low, default=0.0) <= max(low) < _FADES * highest and self.begins("faded", step):
+        if 0 < min(low) <= max(low) < _FADES * highest and self.begins("faded", step):
             text = f"the learning rate falls from {highest:.4g} to {low[0]:.4g} within {_WITHIN} steps, and stays low"
             yield self.found(step, "lr", text, before=highest, lr=low[0])
 
@@ -257,9 +259,10 @@ class HeavyDecay(RowsRule):
             return
         for name, decay in run.settings.items():
             what, _, group = name.partition(" of group ")
-            if what != "weight_decay":
+            rates = window.scalars.get(rate_name(int(group)), first) if what == "weight_decay" and decay > 0 else None
+            if rates is None or not (np.fmax(rates, first) * decay > self._FORGETS).any():  # nearly always
+                self._since.pop(name, None)
                 continue
-            rates = window.scalars.get(rate_name(int(group)), first)
             shares = np.where(np.isnan(rates), first, rates) * decay
             since = np.where(shares > self._FORGETS, self._since.get(name, window.steps[0]), window.steps + 1)
             since = np.maximum.accumulate(since)
