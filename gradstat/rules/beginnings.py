@@ -14,7 +14,7 @@ from gradstat.recording.findings import Finding
 from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, series, sizes_of_weights
 from gradstat.rules.course import SOON, LearningRule
 from gradstat.rules.gradients import NEVER_INITIALISED
-from gradstat.rules.rows import Bools, Rows, Window
+from gradstat.rules.rows import Bools, Floats, Rows, Window
 
 
 class HeavyDropout(Rule):
@@ -76,8 +76,15 @@ class IdleBatchNorm(RowsRule):
             yield self.found(0, idle[0], text, "module", modules=idle[:20])
 
 
+def _sizes_that_vary(parameters: Rows) -> tuple[list[str], Floats]:
+    """The names of weights that vary, and the size of each in the first row: about 1 keeps that of signals."""
+    judged, sizes = sizes_of_weights(parameters, 0)
+    varies = (parameters.field("min") != parameters.field("max"))[0, judged]  # gains may have two dimensions, too
+    return [parameters.names[i] for i, is_judged in zip(judged, varies, strict=True) if is_judged], sizes[varies]
+
+
 class FarBeginning(LearningRule):
-    """A classifier whose first loss is far above that of guessing, with outputs that are too large."""
+    """A classifier whose first loss is far above that of guessing, with outputs or weights that are too large."""
 
     name = "far-beginning"
     causes = (
@@ -91,14 +98,19 @@ class FarBeginning(LearningRule):
 
     # Times the loss of guessing: healthy classifiers of the tests begin between 0.9 and 1.8, but for other terms.
     _FAR = 2.5
-    # The share of predictions that are certain, and by how much their logit exceeds others.
-    _CERTAIN, _MARGIN = 0.3, 10.0
+    # The share of predictions that are certain, and by how much their logit exceeds others; the median size of weights,
+    # up to 2.7 in healthy programs.
+    _CERTAIN, _MARGIN, _LARGE = 0.3, 10.0, 5.0
 
     # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
     _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
+    _size = carried(math.nan)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        looks = window.observed("outputs")
+        looks, parameters = window.observed("outputs"), window.measured.get("parameter")
+        if parameters is not None and math.isnan(self._size):
+            sizes = _sizes_that_vary(parameters)[1]
+            self._size = median(sizes) if len(sizes) > 1 else 0.0
         if looks and math.isnan(self._certain):
             facts = looks[0].value
             self._certain, self._labels, self._wrong = facts.certain, facts.labels, facts.certain - facts.right
@@ -107,13 +119,14 @@ class FarBeginning(LearningRule):
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
         self._is_over = True
         usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
+        share = 0.0 if math.isnan(self._certain) else self._certain
         # It may be a sum over samples, but not of less than such mistakes cost.
         of_one = first / max(self._labels, 1)
         each = of_one if of_one > max(usual / 2, self._MARGIN * self._wrong) else first
-        if self._classes and each > self._FAR * usual and self._certain > self._CERTAIN:
-            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}; "
-            text += f"{self._certain:.0%} of the predictions are saturated"
-            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=self._certain)
+        if self._classes and each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
+            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
+            text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
+            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
 
 
 _ROUNDED = 0.01  # as far as such a number may be rounded, in 16 bits
@@ -172,13 +185,11 @@ class TinyWeights(LearningRule):
         parameters = window.measured.get("parameter")
         if parameters is None:
             return
-        self._is_over, (judged, sizes) = True, sizes_of_weights(parameters, 0)
-        varies = (parameters.field("min") != parameters.field("max"))[0, judged]  # gains may have two dimensions, too
-        if varies.sum() > self._SHALLOW and (size := median(sizes[varies])) < self._SMALL:
+        self._is_over, (names, sizes) = True, _sizes_that_vary(parameters)
+        if len(names) > self._SHALLOW and (size := median(sizes)) < self._SMALL:
             text = f"half of the weights begin with at most {size:.2g} times the standard deviation that preserves the "
             text += "scale of activations"
-            name = parameters.names[judged[varies.argmax()]]
-            yield from self._found_once(0, name, text, "parameter", size=size)
+            yield from self._found_once(0, names[0], text, "parameter", size=size)
 
 
 _INITIAL = 1e8  # the magnitude above which no initialised parameter begins

@@ -16,6 +16,10 @@ from gradstat.rules.rows import Floats, Rows, Window
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
 _OFFSET = 5.0  # the smallest magnitude of values of one sign over the largest one before
 _KNOWN, _LOW_FOR = 20, 5  # earlier measurements; measurements in a row with a deviation that is too small
+# An input that nothing normalises has a larger standard deviation than `_SPREAD` from the beginning on, and so has the
+# gradient of the first weight beside that of its bias, up to `_REACHES`. The loss falls by the factor `_FALL` in the
+# first 64 steps, as the model unlearns that scale.
+_SPREAD, _REACHES, _FALL = 20.0, 8.0, 10.0
 # No initialisation expects inputs that are all smaller than these: a largest magnitude, and a standard deviation. Of
 # some input of 44 public programs the latter is 0.2 or more.
 _TINY, _NARROW = 0.05, 0.005
@@ -31,7 +35,7 @@ _SMALL = (_FLAT[1], "inputs in a unit in which all values are tiny, or that are 
 
 
 class BatchRange(RowsRule):
-    """Inputs that leave their previous range, hardly vary any more, are all zero or tiny, or lie far from 0.
+    """Inputs that leave their previous range, hardly vary any more, are all zero or tiny, or were never normalised.
 
     The last three concern the first steps: all inputs have no other values, or have a standard deviation below 0.005
     and no magnitude of 0.05, or one has a mean of a hundred standard deviations, unless a model begins with a norm. A
@@ -46,6 +50,31 @@ class BatchRange(RowsRule):
     # By name. The smallest standard deviation is negative if it was that of a mask, which may be the same everywhere.
     _largest, _least_spread = carried(dict[str, float]()), carried(dict[str, float]())
     _seen, _low_for = carried(dict[str, int]()), carried(dict[str, int]())
+
+    _unscaled = carried(0.0)  # the deviation of an input that nothing normalises
+    _losses = carried(list[float]())  # the first ones, if there is one
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        yield from self._is_unlearned(window)
+        yield from super().review(window)
+
+    def _is_unlearned(self, window: Window) -> Iterator[Finding]:
+        """Judges whether the model unlearns the scale of its first input."""
+        inputs, gradients = window.measured.get("input"), window.measured.get("gradient")
+        if inputs is not None and gradients is not None and inputs.steps[0] == gradients.steps[0] == 0:
+            weights = np.flatnonzero(gradients.tensors.matrices).tolist()
+            bias = f"{gradients.names[weights[0]].rpartition('.')[0]}.bias" if weights else ""
+            if bias in gradients.names and inputs.names[0] == _FIRST_INPUT:
+                spread, sizes = float(inputs.std[0, 0]), gradients.rms[0]
+                ratio = sizes[weights[0]] / sizes[gradients.names.index(bias)]
+                self._unscaled = spread if spread > _SPREAD and ratio > spread / _REACHES else 0.0
+        if self._unscaled and len(self._losses) < 64:
+            self._losses += window.losses.values
+            later = median(self._losses[32:64]) if len(self._losses) >= 64 else math.inf
+            if self._losses and self._losses[0] > _FALL * abs(later):
+                text = f"the model's input {_FIRST_INPUT} has had a standard deviation of {self._unscaled:.3g} since "
+                text += f"the first step; the loss began at {self._losses[0]:.4g} and was {later:.4g} after 64 steps"
+                yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         low, high = rows.field("min"), rows.field("max")

@@ -378,6 +378,12 @@ def samples(*looks: list[float], bits: float = 8.0, later: float = 0.9) -> Story
     return replace(story, scalars={"loss": [2.0] + [later] * (story.steps - 1)})
 
 
+def unscaled(spread: float = 90.0, reaches: float = 1.0, later: float = 1.9, bias: str = "a.bias") -> Story:
+    """An input of such a spread, which the gradient of the first weight has as well, and losses that fall at once."""
+    tables = {"gradient": Table({0: [row(spread * reaches), row(1.0, 8), row()]}, ("a.weight", bias, "c.weight"))}
+    return one("input", [spread] * 70, 1, "input[0]", tables=tables, scalars={"loss": [20.0] + [later] * 69})
+
+
 def inputs(
     values: Sequence[tuple[float, float]], first: tuple[int, ...] = (8, 8), shape: tuple[int, ...] = (8, 8)
 ) -> Story:
@@ -681,6 +687,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("a mask that is scaled -> batch-range, warning 20 input[0]: had a standard deviation of 0.0049 for 5 steps",
      inputs([(0.5, 0.5)] * 20 + [(0.0049, 0.0049)] * 5), inputs([(0.5, 0.5)] * 20 + [(0.0, 0.0)] * 5),
      inputs([(0.5, 0.5)] * 20 + [(1.0, 0.0)] * 5)),
+    ("inputs in a raw scale -> batch-range, warning 0 input[0]: the loss began at 20 and was 1.9 after 64",
+     unscaled(), unscaled(spread=19.0), unscaled(reaches=0.1), unscaled(later=2.1), unscaled(bias="b.bias")),
     ("a label too many -> label-out-of-range, error 3 batch[1]: the labels batch[1] run from 0 to 4; expected 0 to 3",
      seen("label", LABELS), seen("other", LABELS)),
     ("equal samples -> constant-feature, warning 50 x: all samples of a batch are the same in x",
@@ -1116,6 +1124,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("certain from the beginning -> far-beginning, warning 0 loss: begins at 5.3; guessing among 8 classes gives 2.079",
      learning([5.3] + [1.0] * 40, certain=0.4), learning([5.1] + [1.0] * 40, certain=0.4),
      learning([5.3] + [1.0] * 40, certain=0.2)),
+    ("weights that begin large -> far-beginning, warning 0 loss: begins at 5.3; guessing among 8 classes gives 2.079",
+     learning([5.3] + [1.0] * 40, weights=(1.8, 1.8)), learning([5.3] + [1.0] * 40, weights=(1.75, 1.75))),
     ("certain mistakes, which are no sum -> far-beginning, warning 0 loss: begins at 105",
      mistaken(0.0), mistaken(0.8)),
     ("weights that have grown -> growing-weights, warning 50 lr: grown to 10.6 times its first value after 51 steps",
