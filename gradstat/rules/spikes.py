@@ -57,7 +57,8 @@ class LevelRule(Rule):
     """
 
     fresh: ClassVar[int] = 2
-    before: ClassVar[int] = 6  # of three times as many levels the moves are known
+    before: ClassVar[int] = 6
+    kept: ClassVar[int] = 18
     errors: ClassVar[float] = 10.0
     moves: ClassVar[float] = 4.0
 
@@ -76,7 +77,7 @@ class LevelRule(Rule):
         ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
         levels, scatters = (ordered[:, 3] / 2 + ordered[:, 4] / 2).tolist(), apart[:, 3].tolist()
         for end in range(known + 1, count + 1):
-            last = slice(max(0, end - 3 * self.before), end)
+            last = slice(max(0, end - self.kept), end)
             moved = self._moved(levels[last], scatters[last], sign)
             if moved is not None:
                 before, after, deviation = moved
@@ -90,7 +91,7 @@ class LevelRule(Rule):
                 began = at - sums.index(max(sums))
                 still = sign * slope * (self.fresh - 1)
                 yield Shift(self._recent_steps[began], self._recent_steps[at], before, after, deviation, still)
-        first = max(0, count - 3 * self.before) * _BLOCK
+        first = max(0, count - self.kept) * _BLOCK
         self._recent, self._recent_steps = self._recent[first:], self._recent_steps[first:]
 
     def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float, float] | None:

@@ -26,8 +26,9 @@ _MAXIMIZES = ("an optimizer with maximize=True",)
 # half of the median before, as a loss that falls through 0 is near it on both sides.
 _SIGNS, _NEAR = 16, 4
 # The mean of so many losses has climbed if it exceeds the lowest mean of a window so far by the factor `_CLIMB`, as the
-# initial loss must, and by the usual scatter of values; and also by the fraction `_CLIMB_LOST` of the way back to it.
-_RECENT, _CLIMB, _CLIMB_LOST = 20, 3.0, 0.4
+# initial loss must, and by the usual scatter of values; and also by the fraction `_CLIMB_LOST` of the way back to it,
+# and by so many standard errors, as of losses of which few are far larger than all others.
+_RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
 # The initial loss need only exceed the lowest by 1 / `_FALLEN` if the median of these losses exceeds it by `_ABOVE` as
 # well, and their mean twice that of the first `_RECENT` of the window: errors of values that grow rise slowly.
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
@@ -55,7 +56,7 @@ class LossSpike(SpikeRule, LevelRule):
 
     name = "loss-spike"
     quiet = 50
-    fresh, before = 4, 8
+    fresh, before, kept = 4, 8, 26
     log_sigmas, single_factor, errors, moves = 4.0, 4.0, THRESHOLD, 3.0
     climbed = 0.25  # in climbs of healthy losses (VQ-VAEs) the share is 0.4 and more, in jumps under noise 0.1 at most
     causes = (
@@ -70,7 +71,7 @@ class LossSpike(SpikeRule, LevelRule):
         "if the loss stays high, load a checkpoint from before that step and skip its batches",
     )
 
-    _lowest = carried(math.inf)  # the lowest mean of a window
+    _lowest, _error = carried(math.inf), carried(0.0)  # the lowest mean of a window, and its standard error
     _least = carried(math.inf)  # the lowest mean of `_RECENT` values
 
     def __init__(self, series: str = "loss", sigmas: float = THRESHOLD) -> None:
@@ -81,8 +82,12 @@ class LossSpike(SpikeRule, LevelRule):
         super().set_limits()
         if self.beginning() < _FROM_ZERO * self._median:  # single values mean little
             self._beyond = math.inf
-        if 2 * len(self._values) >= WINDOW:
-            self._lowest = min(self._lowest, sum(self._values) / len(self._values))
+        count = len(self._values)
+        mean = sum(self._values) / count
+        if 2 * count >= WINDOW and mean < self._lowest:
+            self._lowest = mean
+            # The standard error of a mean of so many values. A square of 1e200 would raise.
+            self._error = math.hypot(*(value - mean for value in self._values)) / math.sqrt(_RECENT * count)
 
     def bands(self) -> Mapping[str, Band]:
         return {self.series: (-math.inf, min(self._high, self._beyond))}
@@ -141,7 +146,8 @@ class LossSpike(SpikeRule, LevelRule):
         is_above = is_above and mean > _TWICE * sum(self._values[:_RECENT]) / _RECENT
         if not is_above and (mean <= self._scatter * lowest or start < _CLIMB * lowest):
             return
-        if mean > lowest + _CLIMB_LOST * (start - lowest) and self.begins("climb", step):
+        least = max(_CLIMB_LOST * (start - lowest), _ERRORS * self._error)
+        if mean > lowest + least and self.begins("climb", step):
             lowest = min(self._least, lowest)  # a state of before may have no mean of so few
             text = f"the mean {self.series} of {_RECENT} steps is {mean:.4g}, up from {lowest:.4g} at its lowest"
             text += f"; it began at {start:.4g}" * is_above
