@@ -206,7 +206,7 @@ class _NonfiniteTensor(Rule):
     _finite_at = carried(dict[str, int]())  # by kind, when its tensors were last measured and finite
     _last_bad = carried(-1)  # the last step that was taken with gradients that were not finite
 
-    def nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
+    def _nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
         """Which tensors are reported, ``[m, n]``."""
         return rows.nonfinite
 
@@ -218,7 +218,7 @@ class _NonfiniteTensor(Rule):
             every = window.tables[kind]
             finite = [self._finite_at.get(kind, -1), *every.steps[~every.nonfinite.any(1)].tolist()]
             self._finite_at[kind] = finite[-1]
-            for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self.nonfinite):
+            for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._nonfinite):
                 if not self.begins(kind, step):
                     continue
                 name = nonfinite[0]
@@ -293,7 +293,7 @@ class NonfiniteBuffer(_NonfiniteTensor):
 
     _inf_at_first, _numel = carried(PerName(0.0)), carried(PerName(-1.0))
 
-    def nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
+    def _nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
         at_first, last_numel = self._inf_at_first.values_for(rows.names), self._numel.values_for(rows.names)
         nonfinite = rows.field("nan_count") > 0
         for row, inf in enumerate(rows.field("inf_count")):

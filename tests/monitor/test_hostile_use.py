@@ -382,15 +382,16 @@ def test_errors_are_logged_where_warnings_are_silenced(
 
 
 def test_findings_are_logged_where_logging_is_set_up(caplog: Any) -> None:
-    monitor = Monitor(nn.Linear(6, 6))
+    model = nn.Linear(6, 6)
+    monitor = Monitor(model)
     caplog.set_level(logging.INFO, "gradstat")
+    (model(torch.ones(6)).sum() * math.nan).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AnomalyWarning)
-        for _ in range(4):
-            monitor.step(math.nan)
+        monitor.step(math.nan)
         monitor.remove()
     seen = [(record.name, record.levelname, record.message.partition(", ")[2][:14]) for record in caplog.records]
-    assert seen == [("gradstat", "ERROR", "nonfinite-loss"), ("gradstat", "INFO", "nonfinite-loss")]
+    assert seen == [("gradstat", "ERROR", "nonfinite-loss"), ("gradstat", "INFO", "nonfinite-grad")]
 
 
 @pytest.mark.parametrize("to_none", [True, False])
