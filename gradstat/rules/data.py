@@ -255,9 +255,10 @@ _LONG, _BITS, _MANY, _FALLEN = 96, 8.0, (0.5, 0.25), 0.5
 class RepeatedBatch(_RankRule):
     """The same batch or few samples in all steps; or on several ranks, which needs ``watch={"rank_batches": n}``.
 
-    Two batches are the same if the sums of each of their inputs are. Samples, also of tokens, are compared in some
-    steps: 32 different ones or less, each met three times or more, are reported if most were different before. If they
-    are few from the start, the loss has to halve, and their order has to change, since all data may be in one batch.
+    An input is the same if its sum is, whatever else a model is called with, as hidden states and noise. Samples, also
+    of tokens, are compared in some steps: 32 different ones or less, each met three times or more, are reported if most
+    were different before. If they are few from the start, the loss has to halve, and their order has to change, since
+    all data may be in one batch.
 
     Args:
         in_a_row: The number of steps with the same batch after which it is reported.
@@ -270,7 +271,7 @@ class RepeatedBatch(_RankRule):
         "seed the generators of random data differently on each rank",
     )
 
-    # By name the last sum; by kind the share of steps with a change, and steps since the last.
+    # By name the last sum, the share of steps with a change, and steps since the last.
     _last, _share, _same_for = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
     # The last samples, each once for a step: position in `INPUT_KINDS`, step, number rounded to 32 bits, loss, and by
     # how many bits those of the step differ. One list of numbers, since a list each is work for the garbage collector.
@@ -287,11 +288,11 @@ class RepeatedBatch(_RankRule):
             yield self.found(step, "batch", str(report), about="batch", ranks=repeated)
         for kind in INPUT_KINDS:
             rows = window.measured.get(kind)
-            if rows is not None and self._repeats(rows, kind) and self.begins("repeats", rows.steps[-1]):
-                steps, name = int(self._same_for[kind]), rows.names[0]
-                text = f"{name} has had the same samples for {steps} steps; before, they changed from step to step"
-                began = max(0, int(rows.steps[-1]) - steps)
-                yield self.found(began, name, text, kind, "warning", _STUCK, _LOOK, steps=steps)
+            for name in () if rows is None else self._stuck(rows):
+                steps, last = int(self._same_for[name]), int(window.measured[kind].steps[-1])
+                if self.begins("repeats", last):
+                    text = f"{name} has had the same samples for {steps} steps; before, they changed from step to step"
+                    yield self.found(max(0, last - steps), name, text, kind, "warning", _STUCK, _LOOK, steps=steps)
         for seen in window.observed("samples"):
             loss = window.value("loss", int(np.searchsorted(window.steps, seen.step)))
             for name, bits, numbers in seen.value:
@@ -333,20 +334,23 @@ class RepeatedBatch(_RankRule):
             causes, more = _STUCK if is_ordered else _SUBSET, {"different": few, "inspected": count}
             yield self.found(since, name, text, name[:5], "warning", causes, _LENGTH, **more)
 
-    def _repeats(self, rows: Rows, kind: str) -> bool:
-        """Notes whether ``rows`` of a kind change; returns whether they no longer do."""
+    def _stuck(self, rows: Rows) -> list[str]:
+        """Notes which of ``rows`` change; returns the names of those that no longer do."""
         sums, kept = np.nan_to_num(rows.field("sum")), 1 - 1 / 32
         sizes = np.nan_to_num(rows.l2_norm * np.sqrt(rows.numel))
         before = np.vstack([[self._last.get(name, math.nan) for name in rows.names], sums[:-1]])
-        share, same_for = self._share.get(kind, 0.0), self._same_for.get(kind, 0.0)
-        for is_same in (np.abs(sums - before) <= _ROUNDED * sizes).all(1).tolist():
-            same_for = same_for + 1 if is_same else 0.0
-            share = kept * share + (not is_same) / 32
-        self._last |= dict(zip(rows.names, sums[-1].tolist(), strict=True))
-        self._share[kind], self._same_for[kind] = share, same_for
+        share, same_for = (np.array([of.get(name, 0.0) for name in rows.names]) for of in (self._share, self._same_for))
+        for is_same in np.abs(sums - before) <= _ROUNDED * sizes:
+            same_for = np.where(is_same, same_for + 1, 0.0)
+            share = kept * share + ~is_same / 32
+        for of, values in ((self._last, sums[-1]), (self._share, share), (self._same_for, same_for)):
+            of |= dict(zip(rows.names, values.tolist(), strict=True))
+        low, high = rows.field("min")[-1], rows.field("max")[-1]
         # Inputs of a single value are no batch; `BatchRange` tells about them.
-        is_batch = bool((rows.field("min")[-1] != rows.field("max")[-1]).any())
-        return is_batch and same_for >= self.in_a_row and share > _CHANGING * kept**same_for
+        is_stuck = (low != high) & (same_for >= self.in_a_row) & (share > _CHANGING * kept**same_for)
+        if (same_for < self.in_a_row).any():
+            is_stuck &= (low != 0) | (high != 1)  # a mask may stay the same while batches change
+        return [rows.names[i] for i in np.flatnonzero(is_stuck).tolist()]
 
 
 _STUCK = (

@@ -505,6 +505,12 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "a grid beside what was measured on it -> nothing": lambda: on_a_grid(varies=True),
     "a grid alone -> constant-feature, warning 0 input[0]": lambda: on_a_grid(varies=False),
     "one batch -> repeated-batch, warning 60 input[0]": lambda: inputs(lambda step: normal(min(step, 60))),
+    "one batch beside a hidden state -> repeated-batch, warning 60 input[0]: the same samples":
+        lambda: samples(lambda step: normal(min(step, 60)), lambda step: normal(1000 + step)),
+    "one hidden state beside batches -> repeated-batch, warning 60 input[1]: the same samples":
+        lambda: samples(lambda step: normal(1000 + step), lambda step: normal(min(step, 60))),
+    "one mask beside batches -> nothing":
+        lambda: samples(lambda step: normal(1000 + step), lambda step: (normal(min(step, 60)) > 0).float()),
     "all data in one batch -> nothing": lambda: inputs(lambda step: normal(0)),
     "now large, now small -> nothing": lambda: inputs(lambda step: normal(step) * (1 + step % 7) ** 2),
     "silence now and then -> nothing": lambda: inputs(lambda step: normal(step) * (step % 9 != 0)),
