@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Rule, carried, series
+from gradstat.rules.base import Band, Rule, carried, series
 from gradstat.rules.rows import Window
 
 # What smaller gradients cause.
@@ -27,6 +27,9 @@ class ScaledClip(Rule):
     explains = _EFFECTS
     causes = ("a clip that is called before scaler.unscale_(optimizer)",)
     advice = ("call scaler.unscale_(optimizer) after the last backward() and before the clip",)
+
+    def bands(self) -> Mapping[str, Band]:
+        return {} if self._episodes else {"scaled_clip": (math.inf, math.inf)}
 
     def review(self, window: Window) -> Iterable[Finding]:
         for row, (step, limit) in enumerate(series(window, "scaled_clip")):
@@ -79,6 +82,9 @@ class LateClip(Rule):
     name = "late-clip"
     causes = ("a clip that is called after optimizer.step()",)
     advice = ("clip between backward() and optimizer.step()",)
+
+    def bands(self) -> Mapping[str, Band]:
+        return {} if self._episodes else {"late_clip": (0.0, 0.0)}
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, is_late in series(window, "late_clip"):

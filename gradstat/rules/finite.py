@@ -147,17 +147,24 @@ class NonfiniteGradient(Rule):
             advice = (*_ORIGIN, *self.advice) if window.run.origin_is_unknown else self.advice
             is_whole = len(nonfinite) == len(rows.names) > 1
             if is_whole and (rows.field("nan_count") == rows.numel)[row].all():
-                causes = (*self._causes_of_all(window, step), *causes)
+                words, causes = self._all_nan(window, step)
+                text += words
             yield self.found(step, name, text, "gradient", severity, causes, advice, **evidence)
 
-    def _causes_of_all(self, window: Window, step: int) -> tuple[str, ...]:
-        """Why every element of every gradient is NaN: a loss, a weight, an input or the norm of a clip was."""
+    def _all_nan(self, window: Window, step: int) -> tuple[str, tuple[str, ...]]:
+        """An addition to the text, and causes, where every element is NaN: a loss, weight, input or clip's norm was."""
         at = int(np.searchsorted(window.steps, step))
         if window.value("loss_nonfinite", at) > 0:
-            return ("a loss or a parameter that is not finite, which has a finding of its own",)
+            return "", ("a loss or a parameter that is not finite, which has a finding of its own", *self.causes)
         if known := _nonfinite_before_loss(window, step):
-            return (f"{known[0]} is not finite",)
-        return (_CLIP,) if math.isfinite(window.value("loss", at)) else (_LOSS, _CLIP)
+            return "", (f"{known[0]} is not finite", *self.causes)
+        causes: tuple[str, ...] = (*self.causes, _CLIP)  # it comes last where gradstat runs before the clips it knows
+        like = ""
+        if window.run.is_stepped_by_user:
+            causes, like = (_CLIP, *self.causes), ", as after a clip by a NaN norm"
+        if not math.isfinite(window.value("loss", at)):
+            causes, like = (_LOSS, *causes), ", as after the backward pass of a NaN loss"
+        return f"; every element is NaN{like}", causes
 
 
 class NonfiniteLoss(Rule):

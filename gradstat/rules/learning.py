@@ -122,12 +122,12 @@ class GrowingWeights(LearningRule):
         size = median(sizes) if len(sizes) else 0.0
         gradient = window.value("finite_norm", int(window.steps.searchsorted(step)))
         if math.isnan(self._norm):
-            self._norm, self._size, self._gradient = max(norm, 1e-300), max(size, 1e-300), gradient
+            self._norm, self._size, self._gradient = norm, size, gradient
         is_dead = abs(norm - self._last) < self._STILL * norm and gradient < self._DEAD * self._gradient
-        grown, self._last, self._is_over = norm / self._norm, norm, self._count > self._STEPS
+        grown, self._last, self._is_over = norm / max(self._norm, 1e-300), norm, self._count > self._STEPS
         if self._is_over or self._count < SOON + HALF or grown <= 1 or window.run.has_other_optimizer:
             return
-        share = self._share(max(grown, size / self._size), size, is_dead)
+        share = self._share(max(grown, size / max(self._size, 1e-300)), size, is_dead)
         loss, chance = median(self._recent[-HALF:]), self._chance
         # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
         if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
@@ -247,8 +247,8 @@ class NoLearning(LearningRule):
     def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
         norm, at = rows.norm_of_matrices[row], int(window.steps.searchsorted(rows.steps[row]))
         if math.isnan(self._norm):
-            self._norm, self._gradient = max(norm, 1e-300), window.value("norm", at)
-        self._grown = norm / self._norm
+            self._norm, self._gradient = norm, window.value("norm", at)
+        self._grown = norm / max(self._norm, 1e-300)
         return ()
 
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
