@@ -320,16 +320,15 @@ class LastingRule(RowsRule):
         return bool((self._times.values_for(names) > 1).any())
 
     def lasting(
-        self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
+        self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any]
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
         """Finds tensors whose ``condition``, ``[m, n]``, has held for ``measurements`` rows and begins an episode.
 
         Yields the row, the positions of these tensors, and for all tensors for how many rows and since which step it
-        has held. ``measurements`` broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
+        has held. ``measurements`` broadcasts to ``[m, n]``.
         """
-        names = rows.names if names is None else names
-        lasts_for, since = self._lasts_for.values_for(names), self._since.values_for(names)
-        times = self._times.values_for(names)
+        lasts_for, since = self._lasts_for.values_for(rows.names), self._since.values_for(rows.names)
+        times = self._times.values_for(rows.names)
         if not condition.any():  # nearly always
             lasts_for[:] = 0
             return
@@ -339,7 +338,7 @@ class LastingRule(RowsRule):
             since[lasts_for == 1] = step
             times += lasts_for == 1
             due = np.flatnonzero(lasts_for == needed[row]).tolist()
-            fresh = [i for i in due if self.begins(names[i], step)]
+            fresh = [i for i in due if self.begins(rows.names[i], step)]
             if fresh:
                 yield row, fresh, lasts_for, since
 

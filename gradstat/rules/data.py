@@ -219,7 +219,7 @@ class LabelRange(Rule):
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("label", []):
+        for seen in window.observed("label"):
             for name, low, high, classes in seen.value:
                 if self.begins(name, seen.step):
                     text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
@@ -234,7 +234,7 @@ class _RankRule(Rule):
 
     def _failed(self, window: Window, kind: str) -> Iterator[tuple[int, Any]]:
         """The steps in which a comparison of a ``kind`` failed anew, and the reports."""
-        for seen in window.seen.get(kind, []):
+        for seen in window.observed(kind):
             if not seen.value.ok and self.begins("", seen.step):
                 yield seen.step, seen.value
 
@@ -288,8 +288,11 @@ class RepeatedBatch(_RankRule):
             yield self.found(step, "batch", str(report), about="batch", ranks=repeated)
         for kind in INPUT_KINDS:
             rows = window.measured.get(kind)
-            for name in () if rows is None else self._stuck(rows):
-                steps, last = int(self._same_for[name]), int(window.measured[kind].steps[-1])
+            if rows is None:
+                continue
+            last = int(rows.steps[-1])
+            for name in self._stuck(rows):
+                steps = int(self._same_for[name])
                 if self.begins("repeats", last):
                     text = f"{name} has had the same samples for {steps} steps; before, they changed from step to step"
                     yield self.found(max(0, last - steps), name, text, kind, "warning", _STUCK, _LOOK, steps=steps)
@@ -385,7 +388,7 @@ class UnreducedGradients(Rule):
     advice = ("call the DDP model itself, then loss.backward()", "broadcast the parameters of one rank to the others")
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("unreduced", []):
+        for seen in window.observed("unreduced"):
             since, is_no_sync = seen.value
             steps = seen.step - since
             if steps >= _UNREDUCED and self.begins("", seen.step):

@@ -296,6 +296,7 @@ class DeadGradient(_AbsentGradientRule):
     def _of_zeros(
         self, fresh: list[int], window: Window, rows: Rows, alive: Bools, lengths: Floats, since: Floats
     ) -> Finding:
+        """A finding on those at ``fresh`` positions, while others are ``alive``; ``lengths`` are of zeros alone."""
         # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight has a
         # gradient, the weight's input is zero, and the cause is whatever produces that input.
         modules = {rows.names[i].rpartition(".")[0] for i in np.flatnonzero(alive)}
@@ -411,14 +412,15 @@ class MissingGradient(_AbsentGradientRule):
         return super().is_intermittent(names) or bool(came_back.any())
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        for seen in window.seen.get("coverage", []):
+        for seen in window.observed("coverage"):
             self._resting = dict.fromkeys(seen.value.unused, seen.step)
-        for seen in window.seen.get("idle", []):
+        for seen in window.observed("idle"):
             self._idle = dict.fromkeys(seen.value, seen.step)
         missing = np.zeros(rows.present.shape, dtype=bool)
-        for seen in window.seen.get("missing", []):  # rows cannot tell which parameters are frozen
+        for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
-        missing &= ~np.isin(rows.names, list(self._resting))
+        if self._resting:
+            missing &= ~np.isin(rows.names, list(self._resting))
         needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
         parameters = window.latest.get("parameter")
         tensors = None if parameters is None else parameters.of(rows.names).tensors

@@ -78,7 +78,7 @@ class UnusedGradients(Rule):
     advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("unused", []):
+        for seen in window.observed("unused"):
             unused, of = seen.value.unused, seen.value.of
             if not self.begins("", seen.step):
                 continue
@@ -128,7 +128,7 @@ class OptimizerMemory(Rule):
             if run.least_decay < _LEAST_DECAY and self.begins("decay", now):
                 what, usual = "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"
                 yield self._averages(now, what, run.least_decay, "squared gradients", usual)
-        for seen in window.seen.get("coverage", []):
+        for seen in window.observed("coverage"):
             is_cleared = seen.value.age <= 1 and seen.value.all_steps >= _TAKEN
             self._cleared = self._cleared + 1 if is_cleared else 0
             if self._cleared == 2 and self.begins("cleared", seen.step):

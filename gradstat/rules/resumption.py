@@ -66,7 +66,7 @@ class NotRestored(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         steps, losses, noted = window.losses.steps, window.losses.values, 0
-        for seen in window.seen.get("restored", []):
+        for seen in window.observed("restored"):
             at = bisect.bisect_left(steps, seen.step)
             self._note(losses[noted:at])
             noted = at

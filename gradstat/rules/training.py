@@ -235,12 +235,12 @@ class OptimizerCoverage(Rule):
     _frozen = carried(dict[str, int]())  # the look since which it is frozen, of what was trainable
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("untrained", []):
+        for seen in window.observed("untrained"):
             if seen.value:
                 text = f"the loss depends on {count_of(len(seen.value), 'parameter')} in neither the model nor an "
                 text += f"optimizer, so nothing trains them; the shape of one is {list(seen.value[0])}"
                 yield self.found(0, "optimizer", text, causes=_UNTRAINED, advice=_REGISTER, parameters=len(seen.value))
-        for seen in window.seen.get("coverage", []):
+        for seen in window.observed("coverage"):
             self._first_look = seen.step if self._first_look < 0 else self._first_look
             yield from self._replaced(seen)
             yield from self._not_thawed(seen, window)

@@ -201,7 +201,7 @@ class UnchangedParameter(Rule):
         self.steps = steps
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for seen in window.seen.get("averages", []):
+        for seen in window.observed("averages"):
             written = (one for one in seen.value if one.is_written and one.steps >= self.steps)
             still = [one for one in written if one.far >= _ARE_FAR and one.still > _STAND_STILL]
             if still and self.begins("averages", seen.step):
@@ -321,7 +321,7 @@ class OverwrittenParameter(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         known = reaches(window) if window.run.step_size == "rate" else np.zeros(len(window.steps))
         rates, begins = known.tolist(), 0
-        for seen in window.seen.get("moves", []):
+        for seen in window.observed("moves"):
             at = int(window.steps.searchsorted(seen.step)) + 1
             rate, begins = max([self._rate, *rates[begins:at]]), at
             moves, names = seen.value, tuple(seen.value.changes)

@@ -111,9 +111,10 @@ class OptimizerSteps(Probe):
         if self.run.source.is_loop and self._is_alone and self._all_steps:
             self._gradient.observe_unused(step)
         coverage = self._coverage(named)
-        if not self._all_steps and step.step < self.period:
-            coverage = coverage._replace(left_out=[])  # others, which may have them, have not stepped yet either
+        # Before its first step, others, which may have the rest, have not stepped either.
+        is_known = self._all_steps > 0 or step.step >= self.period
         coverage = coverage._replace(
+            left_out=coverage.left_out if is_known else [],
             steps=self._steps, changes=changes, age=self._age, all_steps=self._all_steps,
             steps_beside=self._steps_beside, beside=self._beside,
         )  # fmt: skip
