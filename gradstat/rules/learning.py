@@ -170,6 +170,11 @@ class TinySteps(LearningRule):
 
     _sums, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # of weights, over their norms, at first
     _began, _are_fresh = carried(-1), carried(False)
+    _lowest = carried(math.inf)  # level of the loss: it may have risen since
+
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        self._lowest = min(self._lowest, median(self._recent[-HALF:]))
+        return ()
 
     def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
         gradients = window.latest.get("gradient")
@@ -194,7 +199,7 @@ class TinySteps(LearningRule):
         rate, first, now = window.value("lr", row), median(self._first), median(self._recent)
         fresh = self._STILL if moved < self._STILL[0] else self._FRESH
         least, share = fresh if self._are_fresh else self._TRAINED
-        is_flat = first - now < (1 - share) * abs(first) and (first > 0 or self._are_fresh)
+        is_flat = first - min(now, self._lowest) < (1 - share) * abs(first) and (first > 0 or self._are_fresh)
         if not (0 < moved < least and is_flat):
             return
         causes, advice, run = [*self.causes], [*self.advice], window.run
