@@ -1149,6 +1149,7 @@ STORIES: list[tuple[Any, ...]] = [
     ("a rate far too low -> tiny-steps, warning 0 lr: has moved by 0.03 of its norm in 193 steps, at a learning rate",
      creeping(0.029), creeping(0.031), creeping(0.029, (2.1,) * 192), creeping(0.029, (2.1,) * 129 + (1.88,) * 64),
      creeping(0.029, has_other_optimizer=True), creeping(0.0), creeping(0.029, largest=0.5), learning((2.1,) * 193),
+     creeping(0.029, (2.1,) * 81 + (1.5,) * 48 + (2.1,) * 64),  # a mistake in the middle
      creeping(0.004, (2.1,) * 300, rises=True)),
     ("weights that stand still -> tiny-steps, warning 0 lr: has moved by 0.0009 of its norm in 193 steps",
      creeping(9e-4, (2.1,) * 129 + (1.1,) * 64), creeping(9e-4, (2.1,) * 129 + (1.0,) * 64),
