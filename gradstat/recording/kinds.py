@@ -24,7 +24,7 @@ GRADIENT = Kind("gradient", "gradients", 1, "parameter")
 KINDS: tuple[Kind, ...] = (
     Kind("batch", "inputs", 1, "batch", sizes_vary=True),
     Kind("input", "inputs", 1, "batch", sizes_vary=True),  # what the model was called with
-    Kind("constant", "inputs", 1, "batch"),  # fraction of features that are the same in all samples
+    Kind("constant", "inputs", 1, "batch"),  # 1 if all samples are the same, else 0
     Kind("update", "updates", 0, "parameter"),  # how the step before has changed the parameters
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),

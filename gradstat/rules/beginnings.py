@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -129,21 +128,19 @@ class FarBeginning(LearningRule):
             yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
 
 
-_ROUNDED = 0.01  # as far as such a number may be rounded, in 16 bits
-
-
 class ConstantWeights(LearningRule):
-    """Weights with equal elements in the first step, so that the units of a layer are copies of each other.
+    """Equal elements in each weight in the first step, so that the units of a layer are copies of each other.
 
-    It is not reported if only some weights are zero, as the last of a branch may be, or one, as a gain is; nor for the
-    reciprocal of the number of inputs, of which a layer makes a mean; nor for a last layer, whose units have other
-    targets each: the next weight has as many inputs as a layer has units.
+    It is not reported if only some weights are, as the last of a branch may be zero, or a gain one; nor for the
+    reciprocal of the number of inputs, of which a layer makes a mean.
     """
 
     name = "constant-weights"
     explains = ("dead-gradient", "no-learning", "unrelated-outputs")
     causes = ("an initialisation that fills weights with a constant or zero, or was never called",)
     advice = ("initialise weights at random, as reset_parameters() of torch's modules does",)
+
+    _ROUNDED = 0.01  # as far as such a reciprocal may be rounded, in 16 bits
 
     def judge(self, window: Window) -> Iterable[Finding]:
         parameters = window.measured.get("parameter")
@@ -152,22 +149,13 @@ class ConstantWeights(LearningRule):
         self._is_over, judged, tensors = True, sizes_of_weights(parameters, 0)[0], parameters.tensors
         values = parameters.field("min")[0]
         inputs = np.array([math.prod(shape[1:]) for shape in tensors.shapes])
-        are_constant = (values == parameters.field("max")[0]) & (np.abs(values * inputs - 1) > _ROUNDED)
+        are_constant = (values == parameters.field("max")[0]) & (np.abs(values * inputs - 1) > self._ROUNDED)
         # Also those of one column, which may be gains: then matrices are left that vary.
         if len(judged) > 1 and are_constant[judged].all() and are_constant[tensors.matrices].all():
-            constant = [parameters.names[i] for i in judged]
-            more = ", and the same holds for every other weight: the units of a layer stay copies of each other"
-        elif "gradient" in window.latest:
-            are_constant &= window.latest["gradient"].of(parameters.names).present[-1] & (values != 0)
-            are_constant &= tensors.of_layers | ((values != 1) & [n.endswith(".weight") for n in parameters.names])
-            feeds = (i for i, after in pairwise(judged) if tensors.shapes[i][0] == tensors.shapes[after][1])
-            constant = [parameters.names[i] for i in feeds if are_constant[i]]
-            more = ": the units of this layer begin as copies of each other" + same_for(len(constant))
-        else:
-            return
-        if constant:
-            text = f"all elements of {constant[0]} are equal at the start{more}"
-            yield from self._found_once(int(parameters.steps[0]), constant[0], text, "parameter", weights=len(constant))
+            name = parameters.names[judged[0]]
+            text = f"all elements of {name} are equal at the start, and the same holds for every other weight: the "
+            text += "units of a layer stay copies of each other"
+            yield from self._found_once(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
 
 
 class TinyWeights(LearningRule):
@@ -208,11 +196,7 @@ _WIDE, _TIMES, _LAYERS = 2.5, 20.0, 4
 # The number of inputs up to which a layer may make waves of coordinates, as far as a standard deviation of 1 may be off
 # by chance, and the largest element over it, which is 1.73 in uniform distributions.
 _COORDINATES, _NORMAL, _TAILS = 4, 0.05, 2.5
-# The magnitude of a constant bias, of which usual ones are 0, 1 or -4.6; and the sum of its gradient over the largest
-# that this norm allows.
-_FAR_BIAS, _ONE_SIDED = 20.0, 0.9
 _OF_LAYER = ("an initialisation of this layer that differs from the others, or was applied twice",)
-_OF_BIAS = ("an initialisation of this bias with a wrong value, which saturates what follows or has to be unlearned",)
 
 _FarOff = tuple[str, str, dict[str, Any]]  # a parameter, what is wrong with it, and what else its finding has
 
@@ -241,24 +225,6 @@ def far_off(window: Window, rows: Rows, is_new: Bools) -> Iterator[_FarOff]:
             text = f"{rows.names[i]} begins with {size:.3g} times the standard deviation that preserves activations' "
             text += "scale" + (f", and the median layer with {usual:.2g} times it" if usual < size else "")
             yield rows.names[i], text, {"severity": "warning", "causes": _OF_LAYER, "ratio": size}
-    if is_new.all():
-        yield from _far_biases(window, rows)
-
-
-def _far_biases(window: Window, rows: Rows) -> Iterator[_FarOff]:
-    """Constant biases far from 0.
-
-    A head may begin with the mean of its targets, but then it is not too large, or too small, for all of them.
-    """
-    gradients, values = window.latest["gradient"].of(rows.names), rows.field("min")[0]
-    is_far = ~rows.tensors.matrices & (values == rows.field("max")[0]) & (np.abs(values) > _FAR_BIAS)
-    norms, sums = gradients.l2_norm[-1], np.abs(gradients.field("sum")[-1])
-    one_sided = (sums > _ONE_SIDED * norms * np.sqrt(rows.tensors.numel)) & (rows.tensors.numel > 1)
-    for i in np.flatnonzero(is_far & gradients.present[-1]).tolist():
-        name, is_head = rows.names[i], rows.names[i] in window.run.backward_order[:2]
-        if "bias" in name.rpartition(".")[2] and (one_sided[i] or not norms[i] > 0 or not is_head):
-            more = {"severity": "warning", "causes": _OF_BIAS, "value": values[i]}
-            yield name, f"all elements of {name} are {values[i]:.4g} at the start", more
 
 
 def _is_of_layer(rows: Rows, i: int, layers: Container[str]) -> bool:

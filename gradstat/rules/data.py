@@ -16,10 +16,6 @@ from gradstat.rules.rows import Floats, Rows, Window
 _FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
 _OFFSET = 5.0  # the smallest magnitude of values of one sign over the largest one before
 _KNOWN, _LOW_FOR = 20, 5  # earlier measurements; measurements in a row with a deviation that is too small
-# An input that nothing normalises has a larger standard deviation than `_SPREAD` from the beginning on, and so has the
-# gradient of the first weight beside that of its bias, up to `_REACHES`. The loss falls by the factor `_FALL` in the
-# first 64 steps, as the model unlearns that scale.
-_SPREAD, _REACHES, _FALL = 20.0, 8.0, 10.0
 # No initialisation expects inputs that are all smaller than these: a largest magnitude, and a standard deviation. Of
 # some input of 44 public programs the latter is 0.2 or more.
 _TINY, _NARROW = 0.05, 0.005
@@ -50,31 +46,6 @@ class BatchRange(RowsRule):
     # By name. The smallest standard deviation is negative if it was that of a mask, which may be the same everywhere.
     _largest, _least_spread = carried(dict[str, float]()), carried(dict[str, float]())
     _seen, _low_for = carried(dict[str, int]()), carried(dict[str, int]())
-
-    _unscaled = carried(0.0)  # the deviation of an input that nothing normalises
-    _losses = carried(list[float]())  # the first ones, if there is one
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        yield from self._is_unlearned(window)
-        yield from super().review(window)
-
-    def _is_unlearned(self, window: Window) -> Iterator[Finding]:
-        """Judges whether the model unlearns the scale of its first input."""
-        inputs, gradients = window.measured.get("input"), window.measured.get("gradient")
-        if inputs is not None and gradients is not None and inputs.steps[0] == gradients.steps[0] == 0:
-            weights = np.flatnonzero(gradients.tensors.matrices).tolist()
-            bias = f"{gradients.names[weights[0]].rpartition('.')[0]}.bias" if weights else ""
-            if bias in gradients.names and inputs.names[0] == _FIRST_INPUT:
-                spread, sizes = float(inputs.std[0, 0]), gradients.rms[0]
-                ratio = sizes[weights[0]] / sizes[gradients.names.index(bias)]
-                self._unscaled = spread if spread > _SPREAD and ratio > spread / _REACHES else 0.0
-        if self._unscaled and len(self._losses) < 64:
-            self._losses += window.losses.values
-            later = median(self._losses[32:64]) if len(self._losses) >= 64 else math.inf
-            if self._losses and self._losses[0] > _FALL * abs(later):
-                text = f"the model's input {_FIRST_INPUT} has had a standard deviation of {self._unscaled:.3g} since "
-                text += f"the first step; the loss began at {self._losses[0]:.4g} and was {later:.4g} after 64 steps"
-                yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         low, high = rows.field("min"), rows.field("max")
@@ -134,59 +105,31 @@ class BatchRange(RowsRule):
             yield self.found(0, rows.names[i], text, kind, mean=means[i], std=spreads[i])
 
 
-# So many of the features, in so many measurements in a row; two suffice if all samples are the same.
-_SHARE, _MEASUREMENTS, _ALL_THE_SAME = 0.9, 3, 2
-# What optimizers keep, in which an embedding's row without any gradient so far is 0; and an embedding of how many rows
-# of which one is used in so many steps. Those of segments or tasks have fewer. Conventions.
-_KEEPS, _MANY_ROWS, _MANY_STEPS = ("exp_avg", "momentum_buffer", "sum", "square_avg"), 32, 50
-_ONE_INDEX = ("indices that are all zero or all equal: a field that was never filled, or the wrong column",)
-_PRINT = ("print the indices of a batch, right before the embedding",)
-
-
 class ConstantFeature(LastingRule):
-    """Features that are the same in every sample of a batch.
+    """An input that is the same in every sample of a batch.
 
-    Most features of sparse inputs are constant, so a tensor that is mostly zeros is reported only if all its features
-    are constant. A tensor of a single value is never reported: it is a mask or the like. Nor is an input, or an entry
-    of a dict, whose samples are all the same while another varies: it may hold the positions of a grid, or units.
-    Integers, such as tokens, are reported only if the samples are the same in all inputs, since positions and masks may
-    be; or if a single row of an embedding of 32 or more has ever had a gradient, by what the optimizer keeps.
+    A tensor of a single value is never reported: it is a mask or the like. Nor is an input, or an entry of a dict,
+    whose samples are all the same while another varies: it may hold the positions of a grid, or units. Integers, such
+    as tokens, are reported only if the samples are the same in all inputs, since positions and masks may be.
     """
 
     name = "constant-feature"
-    kinds = ("constant", *_KEEPS)
-    causes = ("columns filled with a default value, or lost in preprocessing", "one sample repeated many times")
-    advice = ("print these features of a batch from the data loader", "remove constant columns")
+    kinds = ("constant",)
+    causes = ("one sample repeated many times", "inputs filled with a default value, or lost in preprocessing")
+    advice = ("print the samples of a batch from the data loader",)
+
+    _MEASUREMENTS = 2  # in a row
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        if kind in _KEEPS:
-            yield from self._judge_rows(rows)
-            return
         together = np.array([_dict_of(name) for name in rows.names])
-        is_beside = ((rows.mean < 1)[:, None] & (together == together[:, None])).any(2) & (rows.mean == 1)
-        is_constant = (rows.mean > _SHARE) & ~is_beside
+        is_beside = ((rows.mean < 1)[:, None] & (together == together[:, None])).any(2)
+        is_constant = (rows.mean == 1) & ~is_beside
         for row, i in zip(*is_constant.nonzero(), strict=True):
-            is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
-        needed = np.where(rows.mean == 1, _ALL_THE_SAME, _MEASUREMENTS)
-        for row, fresh, _, since in self.lasting(rows, is_constant, needed):
+            is_constant[row, i] = not _has_one_value(window, int(rows.steps[row]), rows.names[i])
+        for _, fresh, _, since in self.lasting(rows, is_constant, self._MEASUREMENTS):
             for i in fresh:
-                name, share = rows.names[i], float(rows.mean[row, i])
-                text = f"all samples of a batch are the same in {name}"
-                if share < 1:
-                    text = f"{share:.0%} of the features of {name} are the same in all samples of a batch"
-                about = name.partition("[")[0].partition(".")[0]
-                yield self.found(since[i], name, text, about, share=share)
-
-    def _judge_rows(self, rows: Rows) -> Iterator[Finding]:
-        """Judges what an optimizer keeps of all gradients so far."""
-        tensors, used = rows.tensors, rows.newest.numel - rows.field("zero_count")[-1]
-        for i in np.flatnonzero(tensors.matrices & ~tensors.of_layers & (used > 0)).tolist():
-            shape = tensors.shapes[i]
-            is_one = shape[0] >= _MANY_ROWS and used[i] <= math.prod(shape[1:])
-            if is_one and rows.steps[-1] >= _MANY_STEPS and self.begins(rows.names[i], rows.steps[-1]):
-                text = f"only one of the {shape[0]} rows of {rows.names[i]} has had a gradient in {rows.steps[-1]} "
-                text += "steps: what it looks up is the same in all samples"
-                yield self.found(0, rows.names[i], text, "parameter", causes=_ONE_INDEX, advice=_PRINT)
+                name = rows.names[i]
+                yield self.found(since[i], name, f"all samples of a batch are the same in {name}", name[:5])
 
 
 def _dict_of(name: str) -> str:
@@ -194,13 +137,12 @@ def _dict_of(name: str) -> str:
     return "input" if name.startswith("input") else name.rpartition("[")[0] if name.endswith("']") else name
 
 
-def _is_by_nature(window: Window, step: int, name: str, share: float) -> bool:
-    """Whether a mask or the like is constant, or a sparse input."""
-    for batches in map(window.measured.get, INPUT_KINDS):
-        if batches is not None and name in batches.names and step in batches.steps:
-            row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
-            has_one_value = bool(batches.field("min")[row, i] == batches.field("max")[row, i])
-            return has_one_value or (share < 1 and bool(batches.zero_fraction[row, i] > 0.5))
+def _has_one_value(window: Window, step: int, name: str) -> bool:
+    """Whether all elements of a floating input are equal, as those of a mask."""
+    for rows in map(window.measured.get, INPUT_KINDS):
+        if rows is not None and name in rows.names and step in rows.steps:
+            row, i = int(np.searchsorted(rows.steps, step)), rows.names.index(name)
+            return bool(rows.field("min")[row, i] == rows.field("max")[row, i])
     return False
 
 

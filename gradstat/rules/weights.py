@@ -44,8 +44,7 @@ class ParameterJump(Rule):
     factor of 10,000: some weights are normalised where they are used, or drawn to centres of classes. What learning
     rate and gradients can have changed tells a wrong update from memory that was overwritten. If a norm fell
     and the loss rises in the next four steps, that is reported as well. Parameters with a gradient that are out of
-    place when first measured are reported, too: a weight of a layer far larger than others, or a constant bias beyond
-    20.
+    place when first measured are reported, too: a weight of a layer far larger than others.
     """
 
     name = "parameter-jump"

@@ -44,7 +44,7 @@ class Inputs(HookedProbe):
         super().__init__(run, {hook: handle})
         classes = run.settings.num_classes
         self._classes = dict(classes) if isinstance(classes, Mapping) else classes
-        # In steps in which parameters are measured, features that are the same in all samples are looked for.
+        # In steps in which parameters are measured, inputs that are the same in all samples are looked for.
         self._telling = run.settings.periods["parameters"]
         self._segment = Segment("input", ())  # of the last pass with inputs
         self.forget()
@@ -192,15 +192,15 @@ class _Batch:
     """A batch and the inputs of a step, by kind and path; no tensor twice."""
 
     def __init__(self, is_telling: bool) -> None:
-        """``is_telling``: features that are the same in all samples are looked for."""
+        """``is_telling``: tensors that are the same in all samples are looked for."""
         self._is_telling = is_telling
         self.tensors: dict[str, dict[str, Tensor]] = {"batch": {}, "input": {}, "constant": {}}
 
     def add(self, kind: str, path: str, tensor: Tensor) -> None:
         self.tensors[kind][path] = tensor
-        share = constant_features(tensor) if self._is_telling else None
-        if share is not None:
-            self.tensors["constant"][path] = share
+        is_same = same_in_all_samples(tensor) if self._is_telling else None
+        if is_same is not None:
+            self.tensors["constant"][path] = is_same
 
     def add_inputs(self, inputs: _Pass) -> None:
         seen = {(t.data_ptr(), t.shape) for t in self.tensors["batch"].values() if is_plain(t)}
@@ -208,24 +208,24 @@ class _Batch:
             if (tensor.data_ptr(), tensor.shape) not in seen:
                 self.add("input", path, tensor)
         integers = inputs.telling_integers() if self._is_telling else []
-        every = [share for _, tensor in integers if (share := constant_features(tensor)) is not None]
+        every = [is_same for _, tensor in integers if (is_same := same_in_all_samples(tensor)) is not None]
         if every:
             every += self.tensors["constant"].values()
             # Positions and masks may be the same in all samples, so what counts is whether all inputs are.
-            are_same = torch.stack([share.to(every[0].device) for share in every]).amin(0).floor()
+            are_same = torch.stack([is_same.to(every[0].device) for is_same in every]).amin(0)
             self.tensors["constant"] |= dict.fromkeys((path for path, _ in integers), are_same)
 
     def parts(self) -> list[Part]:
         return [(Segment(kind, tuple(of)), list(of.values())) for kind, of in self.tensors.items() if of]
 
 
-def constant_features(tensor: Tensor) -> Tensor | None:
-    """The fraction of features that are the same in all samples, ``[1]``; samples are along the first dimension."""
+def same_in_all_samples(tensor: Tensor) -> Tensor | None:
+    """``[1]``: 1 if all samples, along the first dimension, are the same, else 0. None if nothing can be said."""
     if tensor.layout is not torch.strided or tensor.dim() < 2 or tensor.shape[0] < 2 or tensor.dtype.is_complex:
         return None
     with torch.no_grad():
         low, high = torch.aminmax(tensor.detach().flatten(1), dim=0)
-        return (low == high).to(torch.float32).mean().reshape(1)
+        return (low == high).all().to(torch.float32).reshape(1)
 
 
 def _read(samples: list[tuple[str, HostCopy]]) -> list[tuple[str, float, list[float]]]:
@@ -235,7 +235,7 @@ def _read(samples: list[tuple[str, HostCopy]]) -> list[tuple[str, float, list[fl
 
 
 def _has_samples(tensor: Tensor) -> bool:
-    """Whether `constant_features` says something about a tensor."""
+    """Whether `same_in_all_samples` says something about a tensor."""
     if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return False
     return tensor.dim() > 1 and len(tensor) > 1 and tensor.numel() > 0
