@@ -38,7 +38,7 @@ from gradstat.rules.optimizer import (
     SmallSecondMoment,
     UnusedGradients,
 )
-from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, RawTargets, SoftmaxDimension, UnrelatedOutputs
+from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, SoftmaxDimension, UnrelatedOutputs
 from gradstat.rules.resumption import NotRestored
 from gradstat.rules.training import LossSpike, OptimizerCoverage
 from gradstat.rules.weights import NonpositiveParameter, OverwrittenParameter, ParameterJump, UnchangedParameter
@@ -97,7 +97,6 @@ RULES: tuple[type[Rule], ...] = (
     GrowingWeights,
     TinySteps,
     NoLearning,
-    RawTargets,
     UnrelatedOutputs,
     SmallSecondMoment,
     LateClip,

@@ -11,7 +11,7 @@ from gradstat.recording.findings import Finding
 from gradstat.rules.base import WRONG_SIGN, PerName, carried, directions, median, sizes_of_weights
 from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import CHANCE, FLAT, HALF, SCALED, SOON, SPAN, LearningRule, look_fresh
-from gradstat.rules.outputs import TargetsRule, UnrelatedOutputs
+from gradstat.rules.outputs import UnrelatedOutputs
 from gradstat.rules.rows import Rows, Window
 
 # Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. In healthy programs of
@@ -32,7 +32,7 @@ def _change_in_words(grown: float) -> str:
     return f"the norm of all weights has grown to {grown:.3g} times its first value" if grown > _GROWN else ""
 
 
-class NegativeLoss(TargetsRule):
+class NegativeLoss(LearningRule):
     """A negative loss that cannot be negative with the right sign: of a classifier, of squares or of magnitudes.
 
     Any other is reported if it falls to thirty times its first value below zero, and ever faster.
@@ -55,15 +55,10 @@ class NegativeLoss(TargetsRule):
         steps, _, losses = window.losses
         negative = [at for at, loss in enumerate(losses) if loss < 0]
         if negative and window.run.loss_has_no_sign and not window.run.has_other_optimizer:
-            what = "a mean or sum of numbers that are never negative, with a minus sign"
-            yield from self._is(steps[negative[0]], losses[negative[0]], what)
-        for step, _, loss, targets in self.looks(window):
-            if targets is not None and targets.squares == "minus":
-                yield from self._is(step, loss, "a sum of squared residuals, with a minus sign")
+            loss = losses[negative[0]]
+            text = f"the loss is {loss:.4g}: a mean or sum of numbers that are never negative, with a minus sign"
+            yield from self._found_once(steps[negative[0]], "loss", text, loss=loss)
         yield from self._take(window)
-
-    def _is(self, step: int, loss: float, what: str) -> list[Finding]:
-        return self._found_once(step, "loss", f"the loss is {loss:.4g}: {what}", loss=loss)
 
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
         step, last, soon = int(window.steps[row]), self._recent[-SOON:], self._first[:SOON]
@@ -93,8 +88,7 @@ class NegativeLoss(TargetsRule):
 class GrowingWeights(LearningRule):
     """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high.
 
-    Twice their norm suffices where they then stop, with a tenth of the first gradients, as dead units do. Nothing is
-    reported after 256 losses.
+    Nothing is reported after 256 losses.
     """
 
     name = "growing-weights"
@@ -109,25 +103,19 @@ class GrowingWeights(LearningRule):
     # steps, and if they are huge. Of public programs one has large weights then, at a share of 0.66: an LSTM with a
     # learning rate of 20.
     _LARGE, _HUGE, _EARLY, _EARLY_SHARE, _HALF = 2.0, 6.0, 128, 0.75, 0.5
-    # Where most units are dead, weights have grown so many times, move less than this share between two looks, and get
-    # less than this share of the first gradients.
-    _JUMPED, _STILL, _DEAD = 2.0, 0.01, 0.1
     _STEPS, _FAR = 256, 30.0
 
     _norm, _size = carried(math.nan), carried(math.nan)  # of all weights, and of the median one, at first
-    _gradient, _last = carried(math.nan), carried(math.nan)  # the first norm of gradients, and the last of all weights
 
     def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
         step, norm, sizes = int(rows.steps[row]), rows.norm_of_matrices[row], sizes_of_weights(rows, row)[1]
         size = median(sizes) if len(sizes) else 0.0
-        gradient = window.value("finite_norm", int(window.steps.searchsorted(step)))
         if math.isnan(self._norm):
-            self._norm, self._size, self._gradient = norm, size, gradient
-        is_dead = abs(norm - self._last) < self._STILL * norm and gradient < self._DEAD * self._gradient
-        grown, self._last, self._is_over = norm / max(self._norm, 1e-300), norm, self._count > self._STEPS
+            self._norm, self._size = norm, size
+        grown, self._is_over = norm / max(self._norm, 1e-300), self._count > self._STEPS
         if self._is_over or self._count < SOON + HALF or grown <= 1 or window.run.has_other_optimizer:
             return
-        share = self._share(max(grown, size / max(self._size, 1e-300)), size, is_dead)
+        share = self._share(max(grown, size / max(self._size, 1e-300)), size)
         loss, chance = median(self._recent[-HALF:]), self._chance
         # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
         if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
@@ -136,13 +124,8 @@ class GrowingWeights(LearningRule):
             text += f"{'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
             yield from self._found_once(step, "lr", text, grown=grown, loss=loss)
 
-    def _share(self, grown: float, size: float, is_dead: bool) -> float:
-        """The share of chance from which on weights may not have ``grown`` so, to a median ``size``; 0 if they may.
-
-        ``is_dead`` says that weights have stopped, and that gradients are far smaller.
-        """
-        if is_dead and grown > self._JUMPED:
-            return self._HALF
+    def _share(self, grown: float, size: float) -> float:
+        """The share of chance from which on weights may not have ``grown`` so, to a median ``size``; 0 if they may."""
         if grown < _GROWN or size <= self._LARGE:
             return 0.0
         is_early = self._classes and self._count <= self._EARLY

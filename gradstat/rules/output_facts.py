@@ -40,7 +40,6 @@ class Fit(NamedTuple):
         squares: Of squared gradients, of which residuals are then an unknown multiple; 0 if residuals are exact.
         elements: The number of outputs.
         samples: The number of samples.
-        uncentred: Of squared residuals, not around their means.
         evenness: The mean of squared residuals over the largest, of a few. It is 1 for absolute errors.
         crossing: The share of pairs of samples of which the one with the larger output has the smaller residual. There
             are none if a convex loss has the same target for all.
@@ -54,11 +53,14 @@ class Fit(NamedTuple):
     squares: float
     elements: float
     samples: float
-    uncentred: float = 0.0
     evenness: float = 0.0
     crossing: float = 1.0
     facing: float = 0.0
     are_errors: float = 0.0
+
+    def targets(self, scale: float) -> float:
+        """The sum of squared targets around their means, if residuals are to be multiplied by ``scale``."""
+        return self.outputs - 2 * scale * self.cross + scale**2 * self.residuals
 
 
 class OutputFacts(NamedTuple):

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Records, carried, median
 from gradstat.rules.course import LearningRule
-from gradstat.rules.output_facts import Activation, OutputFacts
+from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Window
-
-# The last batches looked at, which tell whether outputs follow their targets, and what squares are multiplied by.
-_BATCHES = 8
-# The share of pairs with opposite residuals from which on it tells something that none of all pairs cross. For targets
-# that vary 16 % to 78 % of them do, in 200 small programs with 25 losses.
-_FACING = 0.25
-# What stands for the residuals of any loss, over those of squares: larger ones make outputs that follow weakly, as of
-# noisy targets, look like unrelated ones, and smaller ones the other way round.
-_OF_SQUARES = 0.625
 
 _LOOK = "inspect a batch and its labels right before they enter the model"
 
@@ -92,72 +82,7 @@ class SoftmaxDimension(LearningRule):
                 yield from self._found_once(seen.step, "logits", text, "output")
 
 
-class Targets(NamedTuple):
-    """What the gradient of the outputs tells about the targets of a batch."""
-
-    squares: str  # "yes" if the loss is a number times the sum or mean of their squares, "minus", or "no"
-    is_known: bool  # whether residuals are
-    are_equal: bool | None  # None if that is not known
-    related: float | None  # correlation with outputs; None if either does not vary
-    outputs: float  # standard deviation of outputs
-    distance: float  # that outputs have from targets at least, by the root mean square; 0 if it is not known
-    evenness: float  # as `Fit.evenness`
-
-
-class TargetsRule(LearningRule):
-    """Base of rules on what the gradients of the outputs tell about the targets."""
-
-    _ratios = carried(Records(3))  # of the last batches: squared gradients, also over the loss, per sum and mean
-
-    def looks(self, window: Window) -> Iterator[tuple[int, OutputFacts, float, Targets | None]]:
-        """The steps of ``window`` with a look at outputs, what was seen, the loss, and what is known about targets."""
-        for seen in window.observed("outputs"):
-            loss = window.value("loss", int(np.searchsorted(window.steps, seen.step)))
-            yield seen.step, seen.value, loss, self._targets_of(seen.value, loss, window.run.loss_is_sum)
-
-    def _targets_of(self, facts: OutputFacts, loss: float, is_sum: bool) -> Targets | None:
-        """What is known about the targets; None if nothing is.
-
-        If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
-        ratio to the sum of squared gradients, or to their mean, is the same in all batches, though they are not.
-        Targets of any convex loss of one term whose lowest value is 0 are at least as far away as a line along its
-        gradient takes to reach 0. Residuals have that length for norms, about 1.6 times that for absolute errors, and
-        twice that for squares.
-        """
-        fit = facts.fit
-        if fit is None or not all(map(math.isfinite, (*fit, loss))):
-            return None
-        scale, squares, distance = 1.0, "no", 0.0
-        if fit.squares > 0 and loss:
-            scale, ratio = 2 * loss / fit.squares, fit.squares / loss
-            ratios = self._ratios
-            ratios[:] = [*ratios, [fit.squares, ratio, ratio * fit.elements]][-_BATCHES:]
-            changes, *differ = (max(of) - min(of) > 0.01 * min(map(abs, of)) for of in zip(*ratios, strict=True))
-            # A loss that is linear in the outputs has a ratio, too, while it stays the same.
-            if len(ratios) > 2 and changes and not all(differ):
-                squares = "yes" if ratio > 0 else "minus"
-            elif len(ratios) > 2:
-                scale *= _OF_SQUARES
-            if loss > 0 and not (is_sum or facts.classes or facts.takes_one):
-                distance = loss / fit.squares * math.sqrt(fit.uncentred / fit.elements)
-        is_exact = fit.squares == 0
-        variance = fit.outputs - 2 * scale * fit.cross + scale**2 * fit.residuals
-        # Targets that are equal have a deviation by rounding alone.
-        varies = variance > 1e-5 * scale**2 * fit.residuals
-        are_equal = not varies if is_exact and fit.residuals > 0 else None
-        # If targets are equal, outputs and residuals vary alike. Outputs of a dead layer do not vary at all.
-        is_dead = fit.outputs < 1e-5 * scale**2 * fit.residuals
-        if not is_exact and (fit.crossing > 0 or (fit.facing > _FACING and not is_dead)):
-            are_equal = not fit.crossing
-        related = None
-        if varies and fit.outputs:
-            related = min((fit.outputs - scale * fit.cross) / math.sqrt(fit.outputs * variance), 1.0)
-        deviation = math.sqrt(fit.outputs / fit.elements)
-        is_known = is_exact or squares == "yes"
-        return Targets(squares, is_known, are_equal, related, deviation, distance, fit.evenness)
-
-
-class EqualTargets(TargetsRule):
+class EqualTargets(LearningRule):
     """Batches whose labels are all of one class or of few, each of others, or whose targets are all equal."""
 
     name = "equal-targets"
@@ -191,9 +116,10 @@ class EqualTargets(TargetsRule):
 
     def judge(self, window: Window) -> Iterable[Finding]:
         # A discriminator may get real and made samples in passes of their own.
-        for step, facts, loss, targets in () if window.run.has_other_optimizer else self.looks(window):
-            are_equal, fit = None if targets is None else targets.are_equal, facts.fit
-            is_policy = False
+        for seen in () if window.run.has_other_optimizer else window.observed("outputs"):
+            step, facts, fit, is_policy = seen.step, seen.value, seen.value.fit, False
+            loss = window.value("loss", int(window.steps.searchsorted(step)))
+            are_equal = None if fit is None else _are_equal(fit, loss)
             if loss < 0:
                 continue  # gradients of a wrong sign tell nothing about targets
             if facts.labels:
@@ -251,6 +177,23 @@ class EqualTargets(TargetsRule):
             yield from self._found_once(int(steps[0]) if before else 0, "logits", text, "output", labels=sum(counts))
 
 
+# The share of pairs with opposite residuals from which on it tells something that none of all pairs cross. For targets
+# that vary 16 % to 78 % of them do, in 200 small programs with 25 losses.
+_FACING = 0.25
+# The share of the variance of residuals up to which that of outputs, or of targets, is rounding.
+_ROUNDING = 1e-5
+
+
+def _are_equal(fit: Fit, loss: float) -> bool | None:
+    """Whether all targets of a batch are equal; None if that is not known."""
+    if fit.squares == 0:
+        return fit.targets(1.0) <= _ROUNDING * fit.residuals if fit.residuals > 0 else None
+    # If targets are equal, outputs and residuals vary alike. Outputs of a dead layer do not vary at all.
+    is_dead = fit.outputs < _ROUNDING * (2 * loss / fit.squares) ** 2 * fit.residuals
+    tells = fit.crossing > 0 or (fit.facing > _FACING and not is_dead)
+    return fit.crossing == 0 if tells else None
+
+
 def _is_head(window: Window, classes: int) -> bool:
     """Whether some weight has a row for each of the ``classes``.
 
@@ -261,40 +204,7 @@ def _is_head(window: Window, classes: int) -> bool:
     return any(len(shape) > 1 and shape[0] == classes for shape in shapes)
 
 
-class RawTargets(TargetsRule):
-    """Targets of a scale far beyond the outputs: 40 or more away from them, and 200 times their first spread."""
-
-    name = "raw-targets"
-    explains = ("unrelated-outputs",)
-    explained_by = ("negative-loss", "no-learning", "unrelated-outputs")
-    causes = ("targets that are not normalised, or in another unit than the model expects",)
-    advice = ("normalise the targets in the data loader, and scale predictions back",)
-
-    # Conventions: outputs of a fresh model have a standard deviation of about 1. In 200 healthy small programs the
-    # distance is at most 12, and at most 160 times as large. By that step layers that begin at almost zero, which let
-    # hardly any gradient through, have left it.
-    _DISTANCE, _APART, _SOON = 40.0, 200.0, 16
-    # The evenness of absolute errors is larger, also if a mask leaves half of them; that of other losses is not. An
-    # absolute error is as large as the distance, and a quantile's tenth of it; a likelihood is not.
-    _EVEN, _LOSS = 0.5, 0.1
-
-    _outputs = carried(math.nan)  # the deviation of the first outputs
-
-    def judge(self, window: Window) -> Iterable[Finding]:
-        for step, _, loss, targets in () if window.run.has_other_optimizer else self.looks(window):
-            if targets is None or not targets.outputs or self._is_over:
-                continue
-            if math.isnan(self._outputs):
-                self._outputs, self._is_over = targets.outputs, targets.distance <= self._DISTANCE
-            far = max(self._DISTANCE, self._APART * self._outputs)
-            is_error = targets.is_known or (targets.evenness > self._EVEN and loss > self._LOSS * targets.distance)
-            if is_error and step >= self._SOON and targets.distance > far:
-                text = f"targets differ from outputs by a root mean square of {targets.distance:.3g} or more at step "
-                text += f"{step}, but the first outputs have a standard deviation of {self._outputs:.3g}"
-                yield from self._found_once(0, "loss", text, distance=targets.distance, outputs=self._outputs)
-
-
-class UnrelatedOutputs(TargetsRule):
+class UnrelatedOutputs(LearningRule):
     """Outputs that are not correlated with their targets after 240 steps.
 
     Targets are derived from the gradient of the outputs: exactly for cross-entropies of one prediction per sample and
@@ -321,24 +231,55 @@ class UnrelatedOutputs(TargetsRule):
     # samples weigh far more than others: errors relative to targets near 0 have an evenness up to 0.055.
     _FLAT, _EVEN = 0.7, 0.06
 
+    # The last batches that tell what squares are multiplied by, and whether outputs follow their targets.
+    _BATCHES = 8
+    # What stands for the residuals of any loss, over those of squares: larger ones make outputs that follow weakly, as
+    # of noisy targets, look like unrelated ones, and smaller ones the other way round.
+    _OF_SQUARES = 0.625
+
+    _ratios = carried(Records(3))  # of the last batches: squared gradients, also over the loss, per sum and mean
     _related = carried(list[float]())  # the last correlations, since targets are known
     _since = carried(0)  # the last step in which outputs followed
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        for step, _, loss, targets in () if window.run.has_other_optimizer else self.looks(window):
+        for seen in () if window.run.has_other_optimizer else window.observed("outputs"):
+            step, facts, fit = seen.step, seen.value, seen.value.fit
             yield from self._take(window, step)
-            if targets is None or targets.related is None or not self._count or self._is_over:
+            loss = window.value("loss", int(window.steps.searchsorted(step)))
+            if fit is None or not self._count or self._is_over or not all(map(math.isfinite, (*fit, loss))):
+                continue
+            scale, is_known = self._scale_of(fit, loss)
+            targets = fit.targets(scale)
+            # Equal targets have a deviation by rounding alone.
+            if not fit.outputs or targets <= _ROUNDING * scale**2 * fit.residuals:
                 continue
             is_flat = median(self._recent) > self._FLAT * median(self._first)
-            is_known = targets.is_known or (targets.distance > 0 and targets.evenness > self._EVEN and is_flat)
-            self._related = [*self._related, targets.related][-_BATCHES:] if is_known else []
-            if len(self._related) == _BATCHES and not self._is_warm_up:
+            has_one_term = not (window.run.loss_is_sum or facts.classes or facts.takes_one)
+            is_known |= loss > 0 and has_one_term and fit.evenness > self._EVEN and is_flat
+            related = min((fit.outputs - scale * fit.cross) / math.sqrt(fit.outputs * targets), 1.0)
+            self._related = [*self._related, related][-self._BATCHES :] if is_known else []
+            if len(self._related) == self._BATCHES and not self._is_warm_up:
                 yield from self._judge_related(step, loss)
         yield from self._take(window)
 
+    def _scale_of(self, fit: Fit, loss: float) -> tuple[float, bool]:
+        """What the residuals of ``fit`` are to be multiplied by, and whether that is known.
+
+        If they are not exact, it is where the loss is a number times the sum of their squares. Then its ratio to the
+        sum of squared gradients, or to their mean, is the same in all batches, though they are not.
+        """
+        if fit.squares == 0 or loss <= 0:
+            return 1.0, fit.squares == 0
+        ratio, ratios = fit.squares / loss, self._ratios
+        ratios[:] = [*ratios, [fit.squares, ratio, ratio * fit.elements]][-self._BATCHES :]
+        changes, *differ = (max(of) - min(of) > 0.01 * min(of) for of in zip(*ratios, strict=True))
+        # A loss that is linear in the outputs has a ratio, too, while it stays the same.
+        is_known = len(ratios) > 2 and changes and not all(differ)
+        return 2 / ratio * (1.0 if is_known else self._OF_SQUARES), is_known
+
     def _judge_related(self, step: int, loss: float) -> Iterator[Finding]:
         related = float(np.mean(self._related))
-        error = float(np.std(self._related, ddof=1)) / math.sqrt(_BATCHES)
+        error = float(np.std(self._related, ddof=1)) / math.sqrt(self._BATCHES)
         if related > max(self._RELATED, self._MANY * error):
             self._is_over = step >= self._STEPS
             self._since = step

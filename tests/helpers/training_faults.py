@@ -436,8 +436,6 @@ FAULTS: tuple[Fault, ...] = (
           loss(_absolute(lambda targets: targets.roll(1, 0))), _regression, step=0, further=260),
     Fault("targets of an absolute error are equal", "MLP, regression", "equal-targets", "logits",
           loss(_absolute(lambda targets: torch.full_like(targets, 0.4))), _regression, step=0, further=160),
-    Fault("targets of an absolute error are a thousand times as large", "MLP, regression", "raw-targets", "loss",
-          loss(_absolute(lambda targets: 1000 * targets)), _regression, step=0, further=40),
     Fault("a sigmoid before a loss of logits", "MLP", "activation-before-softmax", "logits", loss(_of_probabilities),
           step=0),
     Fault("the loss is maximised", "MLP", "negative-loss", "loss",

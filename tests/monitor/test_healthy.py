@@ -300,10 +300,10 @@ def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
         # Not if it began before, long after, or is none of its effects; or if the event is harmless.
         ([("loss-spike", "warning", 7), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
         ([("loss-spike", "warning", 120), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
-        ([("raw-targets", "warning", 9), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
+        ([("unrelated-outputs", "warning", 9), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
         ([("loss-spike", "warning", 9), ("learning-rate-jump", "info", 8)], [0], ""),
         (
-            [("no-learning", "warning", 0), ("raw-targets", "warning", 3), ("equal-targets", "warning", 5)],
+            [("no-learning", "warning", 0), ("unrelated-outputs", "warning", 3), ("equal-targets", "warning", 5)],
             [2, 0, 1],
             "",
         ),

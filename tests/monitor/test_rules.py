@@ -510,15 +510,6 @@ def learning(
     return Story(len(losses), {"loss": losses, **scalars}, tables, looks)
 
 
-def stopped(loss: float = 1.1, size: float = 0.44, gradient: float = 0.09, before: float = 0.0) -> Story:
-    """Weights of a size of 0.2 that have come to another one, and the one ``before`` in the look before."""
-    norms, weight = [1.0] * 9 + [gradient] * 92, before or size
-    later = (weight, 1.0, weight)
-    story = learning([2.1] * 9 + [loss] * 92, weights=(0.2, 0.2), later=later, finite_norm=norms)
-    rows = {**story.tables["parameter"].rows, 100: [row(size), row(1.0, 8), row(size)]}
-    return replace(story, tables={**story.tables, "parameter": Table(rows)})
-
-
 def clipped(limit: float, steps: int = 65, gaps: int = 0, lr: float = 0.1) -> Story:
     """Steps of SGD with gradients of norm 1, that are clipped in all steps but the last and ``gaps`` before."""
     limits = [math.nan, *[limit] * (steps - 1 - gaps), *[math.nan] * gaps]
@@ -548,11 +539,9 @@ def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0, **more:
     return OutputFacts(fit=Fit(*sums, squares, 64.0, 16.0)._replace(**more))
 
 
-def unlike(
-    i: int, related: float = 0.0, uncentred: float = 0.0, evenness: float = 0.51, loss: float = 2.0
-) -> OutputFacts:
-    """Outputs with a ``loss`` that is no squared error: it is another share of squared gradients in each look."""
-    return fitted(loss, 1.0, related, squares=5 * loss * 1.02 ** (-1) ** i, uncentred=uncentred, evenness=evenness)
+def unlike(i: int, related: float, evenness: float = 0.51) -> OutputFacts:
+    """Outputs with a loss that is no squared error: it is another share of squared gradients in each look."""
+    return fitted(2.0, 1.0, related, squares=10 * 1.02 ** (-1) ** i, evenness=evenness)
 
 
 def alike(label: int) -> OutputFacts:
@@ -621,7 +610,6 @@ MEMORIZING = np.exp(np.interp(np.arange(250), np.arange(0, 260, 10), [
 ])).tolist()  # fmt: skip
 RIVAL, TO_FIVE = RunSettings(has_other_optimizer=True), RunSettings(initial_lrs=(5.0,))
 PROBABILITIES = facts(activation=Activation.PROBABILITIES)
-ERRORS = [0.5, 0.6, 0.7]  # squared ones
 EVEN = [1e-5 * step for step in range(160)]
 OF_OTHERS = RunSettings(is_torchs=False)  # states of optimizers that are not torch's
 BACKWARDS = RunSettings(("b.weight", "a.bias", "a.weight"))
@@ -1095,8 +1083,6 @@ STORIES: list[tuple[Any, ...]] = [
     ("weights and losses that explode -> growing-weights, warning 50 lr: grown to 35.3 times its first value",
      learning([2.1] + [300.0] * 63, weights=(0.2, 0.2), later=(7.0, 7.0, 7.0)),
      learning([2.1] + [300.0] * 63, weights=(0.2, 0.2), later=(5.8, 5.8, 5.8))),
-    ("weights that have grown and stopped -> growing-weights, warning 100 lr: is 2.2 times its first value after 101",
-     stopped(), stopped(gradient=0.11), stopped(loss=1.0), stopped(size=0.39), stopped(before=0.43)),
     ("most weights have grown -> growing-weights, warning 50 lr: is 2.4 times its first value after 51 steps",
      learning([1.7] * 64, weights=(3.0, 0.2), later=(5.0, 1.0, 5.0)),
      learning([1.7] * 64, weights=(3.0, 1.4), later=(5.0, 1.0, 5.0))),
@@ -1172,30 +1158,16 @@ STORIES: list[tuple[Any, ...]] = [
      looking([fitted(2.0, crossing=0.01, facing=0.3)] * 6), looking([fitted(2.0, crossing=0.0, facing=0.2)] * 6),
      looking([fitted(2.0, crossing=0.0, facing=0.3, are_errors=1.0)] * 6),
      looking([fitted(2.0, crossing=0.0, facing=0.3, elements=65.0)] * 6)),
-    ("minus a squared error -> negative-loss, warning 20 loss: the loss is -0.7: a sum of squared residuals",
-     looking([fitted(-loss) for loss in ERRORS], [-loss for loss in ERRORS]),
-     looking([fitted(loss) for loss in ERRORS], ERRORS)),
-    ("targets in a raw scale -> raw-targets, warning 0 loss: targets differ from outputs by a root mean square of 201",
-     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 21.0),
-     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 199) ** 2) for i in range(3)], 21.0),
-     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(2)], 21.0),
-     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2 * (i > 0)) for i in range(3)], 21.0),
-     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 21.0,
-             run=RunSettings(loss_is_sum=True)),
-     looking([unlike(i, loss=21.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 21.0, run=RIVAL),
-     looking([unlike(i, loss=20.0, uncentred=64 * (5.1 * 201) ** 2) for i in range(3)], 20.0),
-     looking([fitted(2.0, squares=10 + i, uncentred=64 * (5.1 * 250) ** 2, evenness=0.5) for i in range(3)], 2.0)),
     ("targets of other samples -> unrelated-outputs, warning 0 loss: after 240 steps, no more than by chance",
      looking([fitted(related=0.02 * (-1) ** i) for i in range(25)]),
      looking([fitted(related=0.02 * (-1) ** i) for i in range(24)]),
      looking([fitted(related=0.02 * (-1) ** i + 0.1) for i in range(25)])),
     ("targets of other samples in any loss -> unrelated-outputs, warning 0 loss: after 240 steps, no more than by",
-     looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], 2.0),
      looking([unlike(i, 0.02 * (-1) ** i) for i in range(25)], 2.0),
-     looking([unlike(i, 0.02 * (-1) ** i, 64.0, 0.06) for i in range(25)], 2.0),
-     looking([unlike(i, 0.02 * (-1) ** i + 0.12, 64.0) for i in range(25)], 2.0),
-     looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], 2.0, run=RunSettings(loss_is_sum=True)),
-     looking([unlike(i, 0.02 * (-1) ** i, 64.0) for i in range(25)], [3.0] * 7 + [2.0] * 18)),
+     looking([unlike(i, 0.02 * (-1) ** i, 0.06) for i in range(25)], 2.0),
+     looking([unlike(i, 0.02 * (-1) ** i + 0.12) for i in range(25)], 2.0),
+     looking([unlike(i, 0.02 * (-1) ** i) for i in range(25)], 2.0, run=RunSettings(loss_is_sum=True)),
+     looking([unlike(i, 0.02 * (-1) ** i) for i in range(25)], [3.0] * 7 + [2.0] * 18)),
 ]  # fmt: skip
 by_story = pytest.mark.parametrize(
     ("of_rule", "told", "story", "fine"),

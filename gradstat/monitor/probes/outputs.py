@@ -199,12 +199,11 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
         is_class = is_of_logits | (is_of_logarithms & _is_one_number(norms, most))
         residuals = torch.where(is_class, from_labels * (norms > 0)[:, None], residuals)
         values, is_exact = torch.where(is_class, probabilities, values), is_exact | is_class
-    of_few, mean = _of_few(values, residuals), residuals.mean(0)
-    values, residuals = values - values.mean(0), residuals - mean
+    of_few = _of_few(values, residuals)
+    values, residuals = values - values.mean(0), residuals - residuals.mean(0)
     sums = values.square().sum(), (values * residuals).sum(), residuals.square().sum(), squares * ~is_exact
     counts = values.new_full((), values.numel()), values.new_full((), len(outputs))
-    uncentred = sums[2] + len(residuals) * mean.square().sum()
-    return dict(zip(Fit._fields, (*sums, *counts, uncentred, *of_few), strict=True))
+    return dict(zip(Fit._fields, (*sums, *counts, *of_few), strict=True))
 
 
 def _of_few(values: Tensor, residuals: Tensor) -> tuple[Tensor, ...]:
