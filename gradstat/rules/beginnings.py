@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from gradstat.recording.findings import Finding
 from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, series, sizes_of_weights
 from gradstat.rules.course import SOON, LearningRule
 from gradstat.rules.gradients import NEVER_INITIALISED
-from gradstat.rules.rows import Bools, Floats, Rows, Window
+from gradstat.rules.rows import Bools, Rows, Window
 
 
 class HeavyDropout(Rule):
@@ -75,15 +74,8 @@ class IdleBatchNorm(RowsRule):
             yield self.found(0, idle[0], text, "module", modules=idle[:20])
 
 
-def _sizes_that_vary(parameters: Rows) -> tuple[list[str], Floats]:
-    """The names of weights that vary, and the size of each in the first row: about 1 keeps that of signals."""
-    judged, sizes = sizes_of_weights(parameters, 0)
-    varies = (parameters.field("min") != parameters.field("max"))[0, judged]  # gains may have two dimensions, too
-    return [parameters.names[i] for i, is_judged in zip(judged, varies, strict=True) if is_judged], sizes[varies]
-
-
 class FarBeginning(LearningRule):
-    """A classifier whose first loss is far above that of guessing, with outputs or weights that are too large."""
+    """A classifier whose first loss is far above that of guessing, with outputs that are too large."""
 
     name = "far-beginning"
     causes = (
@@ -97,19 +89,14 @@ class FarBeginning(LearningRule):
 
     # Times the loss of guessing: healthy classifiers of the tests begin between 0.9 and 1.8, but for other terms.
     _FAR = 2.5
-    # The share of predictions that are certain, and by how much their logit exceeds others; the median size of weights,
-    # up to 2.7 in healthy programs.
-    _CERTAIN, _MARGIN, _LARGE = 0.3, 10.0, 5.0
+    # The share of predictions that are certain, and by how much their logit exceeds others.
+    _CERTAIN, _MARGIN = 0.3, 10.0
 
     # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
     _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
-    _size = carried(math.nan)
 
     def judge(self, window: Window) -> Iterable[Finding]:
-        looks, parameters = window.observed("outputs"), window.measured.get("parameter")
-        if parameters is not None and math.isnan(self._size):
-            sizes = _sizes_that_vary(parameters)[1]
-            self._size = median(sizes) if len(sizes) > 1 else 0.0
+        looks = window.observed("outputs")
         if looks and math.isnan(self._certain):
             facts = looks[0].value
             self._certain, self._labels, self._wrong = facts.certain, facts.labels, facts.certain - facts.right
@@ -118,14 +105,13 @@ class FarBeginning(LearningRule):
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
         self._is_over = True
         usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
-        share = 0.0 if math.isnan(self._certain) else self._certain
         # It may be a sum over samples, but not of less than such mistakes cost.
         of_one = first / max(self._labels, 1)
         each = of_one if of_one > max(usual / 2, self._MARGIN * self._wrong) else first
-        if self._classes and each > self._FAR * usual and (share > self._CERTAIN or self._size > self._LARGE):
-            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}"
-            text += f"; {share:.0%} of the predictions are saturated" * (share > self._CERTAIN)
-            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=share)
+        if self._classes and each > self._FAR * usual and self._certain > self._CERTAIN:
+            text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}; "
+            text += f"{self._certain:.0%} of the predictions are saturated"
+            yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=self._certain)
 
 
 class ConstantWeights(LearningRule):
@@ -173,36 +159,30 @@ class TinyWeights(LearningRule):
         parameters = window.measured.get("parameter")
         if parameters is None:
             return
-        self._is_over, (names, sizes) = True, _sizes_that_vary(parameters)
-        if len(names) > self._SHALLOW and (size := median(sizes)) < self._SMALL:
+        self._is_over, (judged, sizes) = True, sizes_of_weights(parameters, 0)
+        varies = (parameters.field("min") != parameters.field("max"))[0, judged]  # gains may have two dimensions, too
+        if varies.sum() > self._SHALLOW and (size := median(sizes[varies])) < self._SMALL:
             text = f"half of the weights begin with at most {size:.2g} times the standard deviation that preserves the "
             text += "scale of activations"
-            yield from self._found_once(0, names[0], text, "parameter", size=size)
+            name = parameters.names[judged[int(varies.argmax())]]
+            yield from self._found_once(0, name, text, "parameter", size=size)
 
 
 _INITIAL = 1e8  # the magnitude above which no initialised parameter begins
-# The root mean square of a weight at the start over that of its twins in other layers, of the same shape and with a
-# name that differs only in the numbers of layers: the median, or the smaller of two. Initial weights divided by the
-# root of their layer's number differ by 6.4 in 80 layers. Or the size of a layer's weight: up to 2.1 in 44 public
-# programs, if no normal distribution of standard deviation 1.
-_UNLIKE = 10.0
-# The size, as `sizes_of_weights` defines it, above which that counts: the last of a residual branch may begin far
-# smaller than others on purpose. Where all of three or more but one are alike up to the factor `_ALIKE_BY`, `_ALONE` is
-# enough: the hidden weights of a network of sines begin with a size of 0.05.
-_LARGE, _ALIKE_BY, _ALONE = 5.0, 2.0, 1.0
-# Or the size of a layer's weight and its ratio to the median of at least so many layers: in those programs it is up
-# to 4.1 where the size is above 1.
-_WIDE, _TIMES, _LAYERS = 2.5, 20.0, 4
+# The size of a layer's weight, as `sizes_of_weights` defines it: up to 2.1 in 44 public programs, if no normal
+# distribution of standard deviation 1.
+_LARGE = 5.0
 # The number of inputs up to which a layer may make waves of coordinates, as far as a standard deviation of 1 may be off
 # by chance, and the largest element over it, which is 1.73 in uniform distributions.
 _COORDINATES, _NORMAL, _TAILS = 4, 0.05, 2.5
 _OF_LAYER = ("an initialisation of this layer that differs from the others, or was applied twice",)
 
-_FarOff = tuple[str, str, dict[str, Any]]  # a parameter, what is wrong with it, and what else its finding has
 
+def far_off(window: Window, rows: Rows, is_new: Bools) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Judges the first of ``rows``, for weights with a gradient that were not measured before.
 
-def far_off(window: Window, rows: Rows, is_new: Bools) -> Iterator[_FarOff]:
-    """Judges the first of ``rows``, for parameters with a gradient that were not measured before."""
+    Yields a weight, what is wrong with it, and what else its finding has.
+    """
     fresh = rows.tensors.matrices & is_new
     if "gradient" not in window.latest or not fresh.any():
         return
@@ -210,21 +190,12 @@ def far_off(window: Window, rows: Rows, is_new: Bools) -> Iterator[_FarOff]:
     for i in np.flatnonzero(fresh & (rows.max_abs[0] > _INITIAL)).tolist():
         text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
         yield rows.names[i], text, {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
-    sizes_at = dict(zip(*sizes_of_weights(rows, 0), strict=True))
-    ratio, i = _unlike(rows, fresh, sizes_at)
-    if ratio > _UNLIKE:
-        text = f"{rows.names[i]} is {ratio:.3g} times as large at the start as the weights of the same name in other "
-        yield rows.names[i], text + "layers", {"severity": "warning", "causes": _OF_LAYER, "ratio": ratio}
-    else:
-        layers = {name for seen in window.observed("layers") for name in seen.value}
-        sizes = {i: size for i, size in sizes_at.items() if fresh[i] and _is_of_layer(rows, i, layers)}
-        i = max(sizes, key=sizes.__getitem__, default=-1)
-        size = sizes.get(i, 0.0)
-        usual = median([*sizes.values()]) if len(sizes) >= _LAYERS else size
-        if size > min(_UNLIKE, max(_WIDE, _TIMES * usual)):
-            text = f"{rows.names[i]} begins with {size:.3g} times the standard deviation that preserves activations' "
-            text += "scale" + (f", and the median layer with {usual:.2g} times it" if usual < size else "")
-            yield rows.names[i], text, {"severity": "warning", "causes": _OF_LAYER, "ratio": size}
+    layers = {name for seen in window.observed("layers") for name in seen.value}
+    sizes = zip(*sizes_of_weights(rows, 0), strict=True)
+    size, i = max(((size, i) for i, size in sizes if fresh[i] and _is_of_layer(rows, i, layers)), default=(0.0, -1))
+    if size > _LARGE:
+        text = f"{rows.names[i]} begins with {size:.3g} times the standard deviation that preserves activations' scale"
+        yield rows.names[i], text, {"severity": "warning", "causes": _OF_LAYER, "ratio": size}
 
 
 def _is_of_layer(rows: Rows, i: int, layers: Container[str]) -> bool:
@@ -235,18 +206,3 @@ def _is_of_layer(rows: Rows, i: int, layers: Container[str]) -> bool:
     is_normal = abs(rows.std[0, i] - 1) < _NORMAL and rows.max_abs[0, i] > _TAILS * rows.std[0, i]
     is_wide = math.prod(rows.tensors.shapes[i][1:]) > _COORDINATES
     return is_wide and not is_normal and bool(rows.tensors.of_layers[i] or rows.names[i] in layers)
-
-
-def _unlike(rows: Rows, judged: Bools, sizes_at: Mapping[int, float]) -> tuple[float, int]:
-    """By how much a weight among those ``judged`` exceeds its twins in the first row, at most, and which one."""
-    twins: dict[Any, list[int]] = {}
-    for i in np.flatnonzero(judged & (rows.rms[0] > 0)).tolist():
-        twins.setdefault((re.sub(r"\b\d+\.", "", rows.names[i]), rows.tensors.shapes[i]), []).append(i)
-    worst = 0.0, -1
-    for group in twins.values():
-        sizes, largest = np.sort(rows.rms[0, group]), group[int(rows.rms[0, group].argmax())]
-        is_alone = len(group) > 2 and sizes[-2] < _ALIKE_BY * sizes[0]
-        if sizes_at.get(largest, math.inf) > (_ALONE if is_alone else _LARGE):
-            ratio = float(sizes[-1] / sizes[(len(sizes) - 1) // 2])
-            worst = (ratio, largest) if ratio > worst[0] else worst
-    return worst

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,9 +21,8 @@ _FAR = np.array([0.05, 0.3, 0.1])
 # If this part of the elements is the same, the others are neither averages nor those of another step.
 _SOME = 0.1
 # Weights that all differ may be averages or those of another step. After 200 steps the loss of an average with a decay
-# of 0.999 is up to 0.87 of the way back, and that of a new initialisation at 0.95 or more. Where weights are constant
-# that were not, as biases and gains of a new model, which no average makes, half is enough.
-_BACK, _BACK_IF_NEW = 0.9, 0.5
+# of 0.999 is up to 0.87 of the way back, and that of a new initialisation at 0.95 or more.
+_BACK = 0.9
 _RECENT = 20  # losses
 _LISTED = 20  # names of tensors in the evidence
 
@@ -50,7 +48,7 @@ class NotRestored(Rule):
 
     Weights that all differ may be averages (EMA, SWA), or the state was saved at another moment. They are reported if
     they are far from the saved ones, the optimizer has all its states or none, and the loss is back near its first
-    value; or halfway back, if weights are constant that were not. If the loss had not fallen, constant weights suffice.
+    value, or some weights are constant that were not, as biases and gains of a new model, which no average makes.
     """
 
     name = "not-restored"
@@ -82,15 +80,15 @@ class NotRestored(Rule):
         self._losses = [*self._losses, *losses][-_RECENT:]
 
     def _compare(self, step: int, before: Contents, now: Contents, loss: float) -> Iterator[Finding]:
-        weights, states = _Pairs.of(before, now, are_weights=True), _Pairs.of(before, now, are_weights=False)
+        weights, states = _Pairs(before, now, are_weights=True), _Pairs(before, now, are_weights=False)
         lacking = _lacking(before, now)
-        is_without = bool(lacking) and all(kind == WEIGHT for kind, _ in now.places())
+        is_most = weights.share(weights.are_far) > 0.5
         if weights.same >= _SOME and not states.same < 0.5:
             is_told = bool(weights.are_far.any())
-        else:
-            is_told = self._are_lost(weights, states.same > 0.5 or is_without, bool(states.names), loss)
+        else:  # nearly all weights differ; neither averages nor those of another step may be told
+            is_of_this_step = states.same > 0.5 or not states.keys
+            is_told = is_most and is_of_this_step and (weights.are_new or self._is_back(loss))
         if is_told:
-            is_most = weights.share(weights.are_far) > 0.5
             causes, severity = (_OF_ALL + _OF_PART if is_most else _OF_PART), "error" if is_most else self.severity
             yield self._of(weights, step, causes, severity)
         if states.are_far.any() and (states.same >= _SOME or weights.same > 0.5):
@@ -101,30 +99,17 @@ class NotRestored(Rule):
             text = f"the optimizer has no {kind} of {names[0]}{more}, though it had when the monitor's state was saved"
             yield self.found(step, names[0], text, kind, None, _NOT_LOADED, parameters=names[:_LISTED])
 
-    def _are_lost(self, weights: _Pairs, is_certain: bool, has_states: bool, loss: float) -> bool:
-        """Whether weights that nearly all differ are neither averages nor of another step.
-
-        ``is_certain``: the optimizer has the states of that step, or none at all.
-        """
-        if not weights.share(weights.are_far) > 0.5 or not (is_certain or not has_states):
-            return False
-        recent, is_new = max(self._losses, default=math.inf), weights.are_new
-        if math.isnan(loss) or not self._first > recent:
-            return is_new
-        return loss - recent > (_BACK_IF_NEW if is_new else _BACK) * (self._first - recent)
+    def _is_back(self, loss: float) -> bool:
+        """Whether the ``loss`` has come back to about its first value."""
+        recent = max(self._losses, default=math.inf)
+        return loss - recent > _BACK * (self._first - recent) > 0
 
     def _of(self, pairs: _Pairs, step: int, causes: tuple[str, ...], severity: Severity) -> Finding:
         """A finding about the first tensor of ``pairs`` that is far from what it was."""
-        i, others = int(pairs.are_far.argmax()), [pairs.names[j] for j in np.flatnonzero(pairs.differ).tolist()]
-        kind, name, (*_, norm, total, low, high) = pairs.kinds[i], pairs.names[i], pairs.before[i].tolist()
-        *_, norm_now, total_now, low_now, high_now = pairs.now[i].tolist()
-        how = (
-            f"its norm was {norm:.4g} and is {norm_now:.4g} now",
-            f"its sum was {total:.4g} and is {total_now:.4g} now",
-            f"its elements ranged from {low:.4g} to {high:.4g} and range from {low_now:.4g} to {high_now:.4g} now",
-        )[int((pairs.distances[i] / _FAR).argmax())]
-        what = name if kind == WEIGHT else f"{kind} of {name}"
-        text = f"{what} differs from its value when the monitor's state was saved: {how}"
+        i, others = int(pairs.are_far.argmax()), [pairs.keys[j][1] for j in np.flatnonzero(pairs.differ).tolist()]
+        (kind, name), what = pairs.keys[i], "a norm of {3:.4g}, a sum of {4:.4g} and elements from {5:.4g} to {6:.4g}"
+        text = f"{name if kind == WEIGHT else f'{kind} of {name}'} differs from its value when the monitor's state was "
+        text += f"saved: it had {what.format(*pairs.before[i])}, and has {what.format(*pairs.now[i])}"
         text += same_for(len(others))
         return self.found(step, name, text, kind, severity, causes, parameters=others[:_LISTED], count=len(others))
 
@@ -141,48 +126,29 @@ def _lacking(before: Contents, now: Contents) -> list[tuple[str, str]]:
     ]
 
 
-class _Pairs(NamedTuple):
-    """Tensors of the same kind, name and size in two contents."""
+class _Pairs:
+    """Tensors of the same kind, name and size in two contents: the weights, or the states of one class of optimizer.
 
-    kinds: Sequence[str]
-    names: Sequence[str]
-    before: Floats
-    now: Floats
-    distances: Floats  # [n, 3] as in `_distances`
+    Attributes:
+        keys: Kind and name of each.
+        before, now: Their rows.
+        differ, are_far: Which are not the same, and which are far from what they were.
+        are_new: Whether some have one value in all elements, and had several.
+        same: The share of elements in tensors that are the same; NaN if there are no tensors.
+    """
 
-    @classmethod
-    def of(cls, before: Contents, now: Contents, are_weights: bool) -> _Pairs:
-        """The weights, or the states of an optimizer of the same class."""
-        places = now.places() if are_weights or before.optimizer == now.optimizer else {}
-        pairs = {
-            key: (i, places[key])
-            for key, i in before.places().items()
-            if key in places and (key[0] == WEIGHT) == are_weights and before.rows[i, 0] == now.rows[places[key], 0]
-        }
-        there = [i for _, i in pairs.values()]
-        old, new = before.rows[[i for i, _ in pairs.values()]], now.rows[there]
-        return cls([kind for kind, _ in pairs], [now.names[i] for i in there], old, new, _distances(old, new))
-
-    @property
-    def are_far(self) -> Bools:
-        far: Bools = np.asarray((self.distances >= _FAR).any(1))
-        return far
-
-    @property
-    def are_new(self) -> bool:
-        """Whether some tensors have one value in all elements, and had several."""
+    def __init__(self, before: Contents, now: Contents, are_weights: bool) -> None:
+        old, new = before.places(), now.places() if are_weights or before.optimizer == now.optimizer else {}
+        pairs = [(old[key], new[key]) for key in old if key in new and (key[0] == WEIGHT) == are_weights]
+        pairs = [(i, j) for i, j in pairs if before.rows[i, 0] == now.rows[j, 0]]
+        self.keys = [(now.kinds[j], now.names[j]) for _, j in pairs]
+        self.before, self.now = before.rows[[i for i, _ in pairs]], now.rows[[j for _, j in pairs]]
+        distances = _distances(self.before, self.now)
+        self.differ: Bools = np.asarray((distances > 0).any(1))
+        self.are_far: Bools = np.asarray((distances >= _FAR).any(1))
         (*_, low, high), (*_, low_now, high_now) = self.before.T, self.now.T
-        return bool(((low < high) & (low_now == high_now)).any())
-
-    @property
-    def differ(self) -> Bools:
-        differ: Bools = np.asarray((self.distances > 0).any(1))
-        return differ
-
-    @property
-    def same(self) -> float:
-        """The share of elements in tensors that are the same; NaN if there are no tensors."""
-        return self.share(~self.differ)
+        self.are_new = bool(((low < high) & (low_now == high_now)).any())
+        self.same = self.share(~self.differ)
 
     def share(self, chosen: Bools) -> float:
         """The share of elements in the ``chosen`` tensors; NaN if there are no tensors."""

@@ -13,9 +13,8 @@ from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
 from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, directions, reaches, risen, same_for
 from gradstat.rules.beginnings import far_off
-from gradstat.rules.course import RISES
 from gradstat.rules.gradients import VANISHING
-from gradstat.rules.rows import Bools, Floats, Rows, Window
+from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # by which the largest magnitude grew; its square if the loss has not risen
 # Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root. Of the weights
@@ -43,8 +42,8 @@ class ParameterJump(Rule):
     grow by any factor. An info if the loss, where it is known, is no higher than 50 steps before, but for growth by a
     factor of 10,000: some weights are normalised where they are used, or drawn to centres of classes. What learning
     rate and gradients can have changed tells a wrong update from memory that was overwritten. If a norm fell
-    and the loss rises in the next four steps, that is reported as well. Parameters with a gradient that are out of
-    place when first measured are reported, too: a weight of a layer far larger than others.
+    and the loss rises in the next four steps, that is reported as well. So is a weight with a gradient that is far too
+    large when it is first measured.
     """
 
     name = "parameter-jump"
@@ -283,9 +282,6 @@ class Moves(NamedTuple):
 # that of others. In healthy programs, of 300 steps each, it falls to 0.32 in the first looks, and is up to 4.3 times as
 # far from 1 as the median. Of one that is drawn anew it is 0.23 at most.
 _ANOTHER, _TIMES = 0.8, 5.0
-# Without any sign of a foreign change, it falls from the one number at the last look to below the other; or is below
-# that twice, while the median of others exceeds the first.
-_ALIKE, _UNLIKE_BEFORE = 0.9, 0.3
 # Or the norm of the parameter has grown by the one factor or shrunk by the other, and `_USUAL` times as far as ever
 # between two measurements, on a logarithmic scale. Conventions of gradstat.
 _FAR_UP, _FAR_DOWN = 2.0, 30.0
@@ -297,11 +293,10 @@ class OverwrittenParameter(Rule):
     """A parameter that other code than the optimizer has overwritten: a layer that is re-initialised, for example.
 
     Autograd counts the in-place changes of a tensor, and each optimizer step makes equally many. So a tensor with more
-    changes between two measurements, and no whole number per step, was written to. It was also overwritten if elements
-    of a weight have moved further than the learning rate allows, if a weight that had hardly turned from one
-    measurement to the next suddenly points elsewhere, though the learning rate has not risen, or if it has more changes
-    in each step and points elsewhere twice, as one that is drawn anew in every step. Programs may prune, clamp or
-    average weights: that leaves most of a weight as it was, and makes it smaller.
+    changes between two measurements, and no whole number per step, was written to. So was a weight whose elements have
+    moved further than the learning rate allows. It is reported if it points elsewhere than before, or if its norm is
+    far from what it was. Programs may prune, clamp or average weights: that leaves most of a weight as it was, and
+    makes it smaller.
     """
 
     name = "overwritten-parameter"
@@ -314,36 +309,28 @@ class OverwrittenParameter(Rule):
     advice = ("find the code that changes this parameter outside of optimizer.step()",)
 
     _norms, _usual = carried(PerName(math.nan)), carried(PerName(0.0))  # and the largest change of its logarithm
-    _cosines = carried(PerName(math.nan))  # at the last look
-    _rate, _last_rate = carried(0.0), carried(0.0)  # the largest since the last look, and since the one before
+    _rate = carried(0.0)  # the largest learning rate since the last look
 
     def review(self, window: Window) -> Iterable[Finding]:
         known = reaches(window) if window.run.step_size == "rate" else np.zeros(len(window.steps))
         rates, begins = known.tolist(), 0
         for seen in window.observed("moves"):
             at = int(window.steps.searchsorted(seen.step)) + 1
-            rate, begins = max([self._rate, *rates[begins:at]]), at
-            moves, names = seen.value, tuple(seen.value.changes)
-            cosines = np.array([moves.cosines.get(name, math.nan) for name in names])
-            foreign, is_more = _foreign(moves, names, cosines, rate)
-            others = cosines[~foreign & np.isfinite(cosines)]
-            usual = median(others.tolist() or [1.0])
-            before = self._cosines.values_for(names)
-            sudden = (before > _ALIKE) & (before < 1 - 1e-6) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
-            sudden &= rate <= self._last_rate * RISES
-            sudden |= is_more & (before < _UNLIKE_BEFORE) & (cosines < _UNLIKE_BEFORE) & (usual > _ALIKE)
-            another = sudden | (foreign & (cosines < _ANOTHER) & (1 - cosines > _TIMES * (1 - usual)))
+            foreign = _foreign(seen.value, max([self._rate, *rates[begins:at]]))
+            cosines, began = seen.value.cosines, seen.step - seen.value.steps
+            of_others = (cosine for name, cosine in cosines.items() if name not in foreign and math.isfinite(cosine))
+            others = median([*of_others] or [1.0])
             moved = self._moved(window, seen.step)
-            another |= foreign & np.isin(names, list(moved))
-            those = [names[i] for i in np.flatnonzero(another).tolist() if self.begins(names[i], seen.step)]
+            turned = [name for name in foreign if cosines.get(name, 1.0) < min(_ANOTHER, 1 - _TIMES * (1 - others))]
+            those = [name for name in foreign if name in moved or name in turned]
+            those = [name for name in those if self.begins(name, seen.step)]
             if those:
-                first, began = next((name for name in those if name in moved), those[0]), seen.step - moves.steps
+                first = next((name for name in those if name in moved), those[0])
                 text = f"{first} was changed in place by other code than the optimizer, after step {began}"
-                numbers: dict[str, Any] = moved.get(first) or {"cosine": moves.cosines[first], "others": usual}
+                numbers: dict[str, Any] = moved.get(first) or {"cosine": cosines[first], "others": others}
                 text += f"{same_for(len(those))}; its " + (_BY_NORM if first in moved else _BY_COSINE).format(**numbers)
                 yield self.found(began + 1, first, text, "parameter", parameters=those[:20], **numbers)
-            before[:] = cosines
-            self._rate, self._last_rate = 0.0, rate
+            self._rate, begins = 0.0, at
         self._rate = max([self._rate, *rates[begins:]])
 
     def _moved(self, window: Window, step: int) -> dict[str, dict[str, float]]:
@@ -363,20 +350,18 @@ class OverwrittenParameter(Rule):
         return found
 
 
-def _foreign(moves: Moves, names: tuple[str, ...], cosines: Floats, rate: float) -> tuple[Bools, Bools]:
-    """Which parameters were changed by something else than steps, at learning rates up to ``rate``, 0 if not known.
+def _foreign(moves: Moves, rate: float) -> list[str]:
+    """Which parameters were changed by something else than steps, at learning rates up to ``rate``, 0 if not known."""
+    of_weights = [count for name, count in moves.changes.items() if name in moves.cosines]
+    usual, steps = median(of_weights or moves.changes.values() or [0]), max(moves.steps, 1)
 
-    And which were changed more often than others, equally often in each step, as those that are normalised after it.
-    """
-    changes, weights = np.array([moves.changes[name] for name in names]), np.isfinite(cosines)
-    distances = np.array([moves.distances.get(name, 0.0) for name in names])
-    usual = median((changes[weights] if weights.any() else changes).tolist() or [0])
-    steps = max(moves.steps, 1)
-    is_more = (changes > usual) & (usual % steps == 0)
-    # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
-    is_whole = changes % steps == 0
-    foreign: Bools = (is_more & ~is_whole) | ((distances > _SPARE * rate * moves.steps) & (rate > 0))
-    return foreign, is_more & is_whole & (usual > 0)
+    def is_foreign(name: str, count: int) -> bool:
+        # As many changes in each step may normalise it. Experts of a mixture, which rest in some or all steps, have no
+        # whole number of changes per step, or none.
+        is_written = count > usual and usual % steps == 0 and count % steps != 0
+        return is_written or moves.distances.get(name, 0.0) > _SPARE * rate * moves.steps > 0
+
+    return [name for name, count in moves.changes.items() if is_foreign(name, count)]
 
 
 class NonpositiveParameter(Rule):

@@ -444,8 +444,6 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: [nn.init.constant_(p, 0.05) for p in training.model.parameters() if p.dim() > 1], step=0),
     Fault("the weights of one layer begin 30 times too large", "GPT", "parameter-jump", "blocks.1.up.weight",
           multiplied("blocks.1.up.weight", 30.0), train_gpt, step=0),
-    Fault("a layer is initialised anew in every step", "MLP", "overwritten-parameter", "2.weight",
-          every_step(1, lambda model: model[2].reset_parameters()), step=0, late=51, further=160),
     Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss",
           loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "far-beginning", "loss",
