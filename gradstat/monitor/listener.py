@@ -80,9 +80,6 @@ class StepListener:
             return
         if scaler is None and self._are_used():
             self._clips_late = True
-            trained = set(map(id, self._trained()))
-            if all(id(one) in trained for one in parameters if one.grad is not None):  # else others may not be used yet
-                self._recorder.note("late_clip", 1.0)
             return
         with self._contained():
             self._zeroed.before_change()

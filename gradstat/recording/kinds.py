@@ -37,7 +37,7 @@ KINDS: tuple[Kind, ...] = (
 
 SCALARS = frozenset(
     {"loss", "loss_nonfinite", "lr", "norm", "finite_norm", "nonfinite", "missing"}
-    | {"loss_scale", "refused", "not_zeroed", "late_clip", "scaled_clip", "tiny_clip", "dropped"}
+    | {"loss_scale", "refused", "not_zeroed", "scaled_clip", "tiny_clip", "dropped"}
 )
 """The scalars that gradstat records, beside the rates ``"lr[1]"`` and so on of other groups; others are the user's."""
 

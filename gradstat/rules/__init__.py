@@ -8,7 +8,7 @@ from gradstat.rules.beginnings import (
     IdleBatchNorm,
     TinyWeights,
 )
-from gradstat.rules.clips import LateClip, ScaledClip, TinyClip
+from gradstat.rules.clips import ScaledClip, TinyClip
 from gradstat.rules.data import (
     BatchRange,
     ConstantFeature,
@@ -32,9 +32,7 @@ from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, Ti
 from gradstat.rules.learning_rate import HeavyDecay, LearningRateJump, LongWarmUp
 from gradstat.rules.optimizer import (
     GradientsNotZeroed,
-    MomentumDrift,
     OptimizerMemory,
-    SecondMomentDrop,
     SmallSecondMoment,
     UnusedGradients,
 )
@@ -64,8 +62,6 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteOptimizerState,
     HeavyDecay,
     OptimizerMemory,
-    SecondMomentDrop,
-    MomentumDrift,
     NonfiniteParameter,
     ParameterJump,
     OverwrittenParameter,
@@ -99,7 +95,6 @@ RULES: tuple[type[Rule], ...] = (
     NoLearning,
     UnrelatedOutputs,
     SmallSecondMoment,
-    LateClip,
 )
 """All built-in rules, in the order in which they run: causes before effects, if both show in one step."""
 

@@ -1,4 +1,4 @@
-"""Rules about clips: their limit, and the order of calls around them."""
+"""Rules about limits of clips that are far too low."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from gradstat.rules.base import Band, Rule, carried, series
 from gradstat.rules.rows import Window
 
 # What smaller gradients cause.
-_EFFECTS = (
-    "momentum-drift", "small-second-moment", "unchanged-parameter", "tiny-steps", "no-learning", "unrelated-outputs",
-)  # fmt: skip
+_EFFECTS = ("small-second-moment", "unchanged-parameter", "tiny-steps", "no-learning", "unrelated-outputs")
 
 
 class ScaledClip(Rule):
@@ -71,24 +69,3 @@ class TinyClip(Rule):
                 text += f"{self._least:.3g} in {self._STEPS} steps: {self._least / limit:,.0f} times the limit or more"
                 yield self.found(step - self._STEPS, "norm", text, limit=limit, least=self._least)
         self._norm = window.value("finite_norm", -1) if len(window.steps) else self._norm
-
-
-class LateClip(Rule):
-    """Gradients that are clipped after the step, which has no effect; needs `gradstat.auto` or an integration.
-
-    It is reported once.
-    """
-
-    name = "late-clip"
-    causes = ("a clip that is called after optimizer.step()",)
-    advice = ("clip between backward() and optimizer.step()",)
-
-    def bands(self) -> Mapping[str, Band]:
-        return {} if self._episodes else {"late_clip": (0.0, 0.0)}
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        for step, is_late in series(window, "late_clip"):
-            if is_late > 0 and not self._episodes and self.begins("", step):
-                text = "gradients were clipped after optimizer.step() and before the next backward pass, which has no "
-                text += "effect on the training"
-                yield self.found(max(step - 1, 0), "norm", text)

@@ -90,13 +90,11 @@ _FALLEN = (
 )
 
 
-# A total norm below it is vanishing, in so many steps in a row; an info if the loss is the lowest so far, up to a
-# hundredth of how far it has fallen, and has fallen by a tenth.
-VANISHING = 1e-8
-_IN_A_ROW, _IS_LOWEST, _HAS_FALLEN = 5, 0.01, 0.1
-# Gradients vanish layer by layer if of at least so many weights the smallest root mean square is below this fraction of
-# the largest, and its logarithm decays over depth nearly linearly: by the absolute Pearson correlation.
-_LAYERS, _RATIO, _CORRELATION = 5, 1e-5, 0.9
+VANISHING = 1e-8  # norms below it say nothing
+# Gradients vanish layer by layer if, in so many steps in a row, of at least so many weights the smallest root mean
+# square is below this fraction of the largest, and its logarithm decays over depth nearly linearly: by the absolute
+# Pearson correlation.
+_IN_A_ROW, _LAYERS, _RATIO, _CORRELATION = 5, 5, 1e-5, 0.9
 _LEVEL_FACTOR = 2.2  # by which a level moved at least; batches and progress move it less
 # That does not count for so many steps after the number of gradients has changed, as when layers are frozen, or the
 # learning rate by more than this factor, as in a warm-up by epochs.
@@ -105,48 +103,28 @@ _NO_RATE = 100.0  # a fall by more has another reason than a rate that changed b
 
 
 class VanishingGradient(LevelRule):
-    """Gradients that are almost zero, drop suddenly and stay low, or shrink from layer to layer.
+    """Gradients that drop suddenly and stay low, or shrink from layer to layer.
 
     A drop is an info where networks train in turn, as in a GAN.
     """
 
     name = "vanishing-gradient"
-    causes = (
-        "saturating activations (sigmoid, tanh) in a deep model, or weights initialised too small",
-        "a loss that hardly depends on the parameters: saturated outputs, or a factor or mask that is nearly zero",
-        "a training that has converged",
-    )
+    causes = ("saturating activations (sigmoid, tanh) in a deep model, or weights initialised too small",)
     advice = (
         "add residual connections or normalisation",
         "use ReLU-like activations, and initialise their weights with nn.init.kaiming_normal_",
-        "check the factors that the loss is multiplied by",
     )
 
-    _low, _decaying = carried(0), carried(0)
+    _decaying = carried(0)
     _present, _rate = carried(0), carried(math.nan)  # gradients in the last step, and its learning rate
     _explaining = carried(Records(2))  # the last steps in which these changed, and up to which fall that explains one
-    _began, _lowest = carried(math.nan), carried(math.nan)  # the first loss, and the lowest
 
     def review(self, window: Window) -> Iterable[Finding]:
-        # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
-        for row, (step, norm) in enumerate(series(window, "norm")):
-            loss = window.value("loss", row)
-            self._began = loss if math.isnan(self._began) else self._began
-            self._lowest = loss if not loss >= self._lowest else self._lowest
-            self._low = self._low + 1 if 0 < norm < VANISHING else 0
-            if self._low >= _IN_A_ROW and self.begins("norm", step):
-                text = f"the gradient norm is {norm:.3g}; it has been below {VANISHING:g} for {_IN_A_ROW} steps"
-                fallen = self._began - self._lowest
-                has_converged = loss <= self._lowest + _IS_LOWEST * fallen and fallen > _HAS_FALLEN * abs(self._began)
-                text += f", and the loss has fallen to {loss:.3g}: the training has converged" * has_converged
-                severity: Severity | None = "info" if has_converged else None
-                began = step - _IN_A_ROW + 1
-                yield self.found(began, "norm", text, severity=severity, norm=norm, limit=VANISHING)
         for shift in self._falls(window):
             if self.begins("level", shift.step):
                 before, after = math.exp(shift.before), math.exp(shift.after)
                 text = f"the gradient norm falls from about {before:.4g} to about {after:.4g}, and stays there"
-                severity = "info" if window.run.has_other_optimizer else None
+                severity: Severity | None = "info" if window.run.has_other_optimizer else None
                 yield self.found(shift.began, "norm", text, "series", severity, _FALLEN, norm=after, before=before)
         rows = window.measured.get("gradient")
         if rows is not None:

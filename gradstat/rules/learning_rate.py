@@ -1,4 +1,4 @@
-"""Rules about learning rates, weight decay and eps that jump, fade, rise too slowly, or make no sense."""
+"""Rules about learning rates that jump, fade, rise too slowly, or make no sense, and about weight decay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import HUGE, Band, Records, RowsRule, Rule, around, bounded, carried, median, risen
-from gradstat.rules.changes import NO_DECAY, growth_of
+from gradstat.rules.changes import NO_DECAY
 from gradstat.rules.course import SCALED, LearningRule
 from gradstat.rules.rows import Rows, Window, rate_name
 
@@ -28,16 +28,10 @@ _ZEROS = 20  # steps of 0 after another rate; schedules touch 0 at their end
 # It is, for `_LASTS` steps in a row, below this fraction of its largest value in the `_WITHIN` steps before; cosine,
 # linear and polynomial schedules come that low in the last two steps.
 _FADES, _WITHIN, _LASTS = 1e-3, 50, 5
-# Settings of a group that grow by more than this factor between two reviews.
-_GROW, _SETTING = ("weight_decay", "eps", "momentum", "beta1"), 10.0
-_SETTINGS = (
-    "a schedule that sets this value instead of lr",
-    "an optimizer whose state or param_groups were restored or edited wrongly",
-)
 
 
 class LearningRateJump(Rule):
-    """A learning rate that jumps, stays at 0, or is negative or NaN; also a weight decay, eps or momentum that jumps.
+    """A learning rate that jumps, stays at 0, or is negative or NaN.
 
     The rate of step 0 is not compared with later ones: a program may set it between the backward pass and the step.
     """
@@ -61,7 +55,6 @@ class LearningRateJump(Rule):
     # By series, as `rate_name` calls them.
     _before, _largest, _change = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
     _scheduled, _zero_for = carried(dict[str, float]()), carried(dict[str, int]())
-    _settings = carried(dict[str, float]())  # at the last review
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf)}
@@ -76,7 +69,6 @@ class LearningRateJump(Rule):
         return bands
 
     def review(self, window: Window) -> Iterable[Finding]:
-        yield from self._of_settings(window)
         losses, norms = (bounded(window.scalars.get(name, np.zeros(len(window.steps)))) for name in ("loss", "norm"))
         new = zip(window.steps.tolist(), losses, norms, strict=True)
         self._signals = Records(3, [*self._signals[-3 * _FOLLOWS :], *new])
@@ -127,14 +119,6 @@ class LearningRateJump(Rule):
         if 0 < min(low) <= max(low) < _FADES * highest and self.begins("faded", step):
             text = f"the learning rate falls from {highest:.4g} to {low[0]:.4g} within {_WITHIN} steps, and stays low"
             yield self.found(step, "lr", text, before=highest, lr=low[0])
-
-    def _of_settings(self, window: Window) -> Iterator[Finding]:
-        for name, now in window.run.settings.items() if len(window.steps) else ():
-            what, old, step = name.partition(" ")[0], self._settings.get(name, now), int(window.steps[0])
-            self._settings[name] = now
-            if what in _GROW and growth_of(name, old, now) > _SETTING and self.begins(name, step):
-                text = f"{name} has changed from {old:.4g} to {now:.4g} since step {max(step - 1, 0)}"
-                yield self.found(step, what, text, causes=_SETTINGS, before=old, now=now)
 
     def _review_one(self, name: str, steps: Sequence[int], rates: Sequence[float]) -> Iterator[Finding]:
         """Judges the ``rates`` of a group, of which the first is that before ``steps``; notes where they jump."""
@@ -233,7 +217,7 @@ class HeavyDecay(RowsRule):
 
     name = "heavy-decay"
     kinds = ("parameter",)
-    explains = ("momentum-drift", "dead-gradient", "no-learning", "unrelated-outputs")
+    explains = ("dead-gradient", "no-learning", "unrelated-outputs")
     causes = ("a weight decay that is far too large",)
     advice = ("lower the optimizer's weight_decay, or use one that decouples it from the gradients, as AdamW",)
 

@@ -58,7 +58,7 @@ class NotRestored(Rule):
         "load model, optimizer and monitor from one checkpoint, saved at the same step",
         "if the change is intended: monitor.load_state_dict(state, expect_restored=False)",
     )
-    explains = ("loss-spike", "exploding-gradient", "parameter-jump", "second-moment-drop", "momentum-drift")
+    explains = ("loss-spike", "exploding-gradient", "parameter-jump", "optimizer-memory")
 
     _first, _losses = carried(math.nan), carried(list[float]())  # the first finite loss, and the last ones
 

@@ -182,8 +182,6 @@ class RunSettings:
             ``"gradient"``, times the rate, as SGD's; empty if not known.
         added_decay: The largest weight decay of its groups, if times the weight it is added to the gradient that such
             an optimizer normalises, as Adam does; 0 if not.
-        is_torchs: Whether the optimizer's steps are those of a class of torch, so that its states are what they are
-            called.
         maximizes: Whether the optimizer maximizes.
         has_other_optimizer: Whether another optimizer trains something else in turn, as in a GAN.
         settings: Settings of the optimizer's groups and of modules in the newest step, by name, such as
@@ -208,7 +206,6 @@ class RunSettings:
     least_decay: float = 1.0
     step_size: str = ""
     added_decay: float = 0.0
-    is_torchs: bool = True
     maximizes: bool = False
     has_other_optimizer: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)

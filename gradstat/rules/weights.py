@@ -301,7 +301,7 @@ class OverwrittenParameter(Rule):
 
     name = "overwritten-parameter"
     quiet = 1000
-    explained_by = ("second-moment-drop",)
+    explained_by = ("optimizer-memory",)
     causes = (
         "a layer that is re-initialised, or loaded again, in the middle of the training",
         "a callback that writes to weights: pruning, clamping, averaging, a restored copy",

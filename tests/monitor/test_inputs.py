@@ -440,18 +440,6 @@ def dropped(layer: nn.Module, later: float | None = None) -> list[Finding]:
     return of_rules(trained(model, loss, 40 if later is None else 220, sgd(model)), *LEARNING_RULES)
 
 
-def setting(name: str, before: float, after: float) -> list[Finding]:
-    """What is told of a setting of the optimizer that changes in step 60."""
-    model = nn.Linear(6, 1)
-    optimizer = adamw(model)
-
-    def loss(step: int) -> Tensor:
-        optimizer.param_groups[0][name] = before if step < 60 else after
-        return mse_loss(model(normal(step)), score(step))
-
-    return of_rules(trained(model, loss, 120, optimizer), "learning-rate-jump")
-
-
 SMOOTHED = functools.partial(cross_entropy, label_smoothing=0.1)
 OF_ONE = "in each of 7 batches that were inspected, all labels are of one class"
 OF_THE_SAME = "all labels are of one class, the same in all of them"
@@ -689,14 +677,6 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
     "a dropout of 0.89 -> nothing": lambda: dropped(nn.Dropout(0.89)),
     "a dropout of 0.95 in evaluation -> nothing": lambda: dropped(nn.Dropout(0.95).eval()),
     "a dropout that is raised later -> 51 layer: the dropout": lambda: dropped(nn.Dropout(0.1), 0.95),
-    "eps -> 51 eps: eps of group 0 has changed from 0.01 to 0.11 since step 50": lambda: setting("eps", 0.01, 0.11),
-    "a smaller eps -> nothing": lambda: setting("eps", 0.1, 0.001),
-    "a beta1 -> 51 beta1: of group 0 has changed from 0.9 to 0.999": lambda: setting("betas", (0.9, 0.9), (0.999, 0.9)),
-    "a little more of it -> nothing": lambda: setting("betas", (0.9, 0.9), (0.98, 0.9)),
-    "a weight decay -> 51 weight_decay: has changed from 0.01 to 0.11": lambda: setting("weight_decay", 0.01, 0.11),
-    "a little more weight decay -> nothing": lambda: setting("weight_decay", 0.01, 0.09),
-    "a weight decay after none -> 51 weight_decay: from 0 to 0.51": lambda: setting("weight_decay", 0.0, 0.51),
-    "a usual weight decay after none -> nothing": lambda: setting("weight_decay", 0.0, 0.49),
 }  # fmt: skip
 
 

@@ -466,6 +466,29 @@ def test_rolls_back_to_the_last_healthy_state_however_late_numbers_are_read(monk
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("happens", ["cleared", "zeros", "a rollback", "a resumption", "another optimizer's"])
+def test_a_state_that_is_lost_is_told_unless_the_training_goes_back(happens: str) -> None:
+    model, optimizer, monitor = made(on_anomaly={**RECORD, "error": "rollback"})
+    trained(model, optimizer, monitor, 45)
+    if happens == "cleared":
+        optimizer.state.clear()
+    elif happens == "zeros":
+        for tensor in (tensor for state in optimizer.state.values() for tensor in state.values()):
+            tensor.zero_()
+    elif happens == "a resumption":
+        saved = monitor.state_dict()
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+        monitor.load_state_dict(saved, expect_restored=False)
+    elif happens == "a rollback":
+        trained(model, optimizer, monitor, 1, bad=45)
+    else:
+        torch.optim.AdamW(model.parameters()).state.clear()
+    trained(model, optimizer, monitor, 60)
+    monitor.remove()
+    told = [(one.step, one.text.rpartition(": ")[2]) for one in monitor.findings if one.rule == "optimizer-memory"]
+    assert told == [(45, "its step counter fell from 31 to 5")] * (happens in ("cleared", "zeros"))
+
+
 def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
     model, optimizer, monitor = made(on_anomaly={**RECORD, "error": "rollback"}, options={"rollback_every": 1})
     trained(model, optimizer, monitor, 4)

@@ -45,6 +45,7 @@ class OptimizerSteps(Probe):
         self.has_other_optimizer = False
         self._steps = 0
         self._all_steps, self._age, self._asks_age = 0, math.inf, 0
+        self._is_restored = False  # the state, by a rollback or a resumption
         self._momentum: weakref.ref[Tensor] | None = None  # of the followed parameter
         self._renewals = 0
         self._is_alone = True  # no other optimizer has stepped
@@ -146,18 +147,24 @@ class OptimizerSteps(Probe):
         )
 
     def settings(self) -> dict[str, float]:
-        """Settings of its groups by name, and how many steps its state counts, 0 if it was cleared."""
+        """Settings of its groups by name, and how many steps its state counts, 0 if it was cleared.
+
+        A state that was restored counts other steps than before, so it is left out once.
+        """
         settings = {
             f"{name} of group {i}": float(value)
             for i, group in enumerate(self._optimizer.param_groups)
             for name in ("weight_decay", "eps", "momentum", "beta1", "beta2")
             if isinstance(value := _setting(group, name), int | float)
         }
-        if self._gradient.parameter is not None and self._all_steps:
-            state = self._stepping.state.get(self._gradient.parameter)
-            age = _age_of(state) if state else 0
+        if self._all_steps and not self._is_restored:  # the most, since a parameter may rest, or be added later
+            age = max(map(_age_of, self._stepping.state.values()), default=0)
             settings |= {"step counter in the optimizer's state": age} if math.isfinite(age) else {}
+        self._is_restored = False
         return settings
+
+    def forget(self) -> None:
+        self._is_restored = True
 
 
 class Coverage(NamedTuple):
@@ -177,9 +184,9 @@ class Coverage(NamedTuple):
     all_steps: int = 0  # that it has taken since the monitor was made
 
 
-def _age_of(state: Mapping[str, Any]) -> float:
+def _age_of(state: Any) -> float:
     """How many steps a parameter's state counts, if it does so on the host, where reading it waits for nothing."""
-    steps = state.get("step")
+    steps = state.get("step") if isinstance(state, Mapping) else None
     if isinstance(steps, Tensor):
         steps = float(steps) if steps.is_cpu and steps.numel() == 1 else None
     return float(steps) if isinstance(steps, int | float) else math.inf
@@ -244,7 +251,6 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
         "least_decay": min((float(one) for one in given if is_torchs and isinstance(one, int | float)), default=1.0),
         "step_size": sizes[0] if sizes else "",
         "added_decay": max((_number(group.get("weight_decay")) for group in groups if are_added), default=0.0),
-        "is_torchs": is_torchs,
         "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
     }
