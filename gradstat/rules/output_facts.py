@@ -78,7 +78,7 @@ class OutputFacts(NamedTuple):
         activation: What the outputs went through before the softmax.
         classes: The number of classes.
         labels: The number of labels.
-        label: The label of all samples; None if they have several.
+        least, most: The smallest and the largest label.
         right: The share of labels whose logit is the largest.
         middle, spread: The mean of the labels as numbers, and their variance.
         fit: Whether outputs follow their targets; None if nothing is known about these.
@@ -91,7 +91,8 @@ class OutputFacts(NamedTuple):
     activation: Activation = Activation.NONE
     classes: int = 0
     labels: int = 0
-    label: int | None = None
+    least: int = 0
+    most: int = 0
     right: float = 0.0
     middle: float = 0.0
     spread: float = 0.0
@@ -99,8 +100,8 @@ class OutputFacts(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> OutputFacts:
-        """The facts in ``numbers``, in the order of the fields: labels are counted from 1, those of a fit come last."""
-        kinds: Any = (float, bool, bool, bool, Activation, int, int, int, float, float, float)
+        """The facts in ``numbers``, in the order of the fields: those of a fit come last."""
+        kinds: Any = (float, bool, bool, bool, Activation, int, int, int, int, float, float, float)
         facts = cls(*(kind(number) for kind, number in zip(kinds, numbers, strict=False)))
         sums = numbers[len(kinds) :]
-        return facts._replace(label=facts.label - 1 if facts.label else None, fit=Fit(*sums) if sums else None)
+        return facts._replace(fit=Fit(*sums)) if sums else facts

@@ -94,22 +94,24 @@ class EqualTargets(LearningRule):
     )
     advice = ("shuffle the data: DataLoader(..., shuffle=True)", _LOOK)
 
-    # From the start in at least so many looks, over so many steps.
-    _LOOKS, _STEPS = 3, 32
-    # By chance, so many labels are all of a class that has 95 % of them in 1 of 100 trainings; and batches of one
-    # class, not all of the same, have so many labels beside the first of each in 1 of 2 ** 16. That after others
-    # batches have one label each is as unlikely by the share of those that had, which counts as 2 ** -4 if it is less.
-    _ALIKE, _BITS, _MOST_BITS = 90, 16, 4
+    # From the start in at least so many looks, over so many steps. By chance, so many labels are all of a class that
+    # has 95 % of them in 1 of 100 trainings.
+    _LOOKS, _STEPS, _ALIKE = 3, 32, 90
+    # That after others batches have one label each is by chance as unlikely as 2 ** -16 by the share of those that had,
+    # which counts as 2 ** -4 if it is less.
+    _BITS, _MOST_BITS = 16, 4
     _MOST = 100  # batches that are kept, which is more than any of these needs
     # From the start, targets that are no labels count only if samples have few, since a centre that all samples are
     # drawn to has many.
     _FEW = 4
 
-    # Labels differ more between the first so many batches than within them, if as many are in each: shuffled ones make
-    # that share of the variance by chance in fewer than 1 of 10 ** 6 trainings. More labels than that are no samples.
-    _FIRST, _BETWEEN, _LEAST, _SAMPLES = 8, 0.5, 8, 512
+    # Labels differ more between the first batches than within them, as an analysis of variance says. The limit of F is
+    # higher where the variance may be that of fewer than `_USUAL` rare labels, of which a batch has all by chance:
+    # shuffled labels reach it in fewer than 1 of 10 ** 6 trainings, if there are five for each batch. More than
+    # `_SAMPLES` are no samples.
+    _FIRST, _F, _EACH, _RARE, _USUAL, _SAMPLES = (7, 9), 20.0, 5, 7, 10, 512
 
-    _spreads = carried(Records(3))  # of the labels of the first batches: mean, variance, how many
+    _spreads = carried(Records(5))  # of the labels of the first batches: how many, mean, variance, least, largest
     _labels = carried(Records(3))  # of the last batches with one label: step, label, how often
     _alike, _differ = carried(0), carried(0)  # batches before these: with one label, with several
     _has_labels = carried(False)  # whether labels were seen
@@ -123,12 +125,12 @@ class EqualTargets(LearningRule):
             if loss < 0:
                 continue  # gradients of a wrong sign tell nothing about targets
             if facts.labels:
-                is_one, label, count = facts.label is not None, facts.label or 0, facts.labels
+                is_one, label, count = facts.least == facts.most, facts.least, facts.labels
                 self._has_labels = True
                 # A policy, which weighs actions by returns, may settle on one.
                 is_policy = fit is None or (fit.squares > 0 and count <= fit.samples)
                 may_begin = _is_head(window, facts.classes)
-                if may_begin and self._LEAST <= count <= self._SAMPLES and fit is not None and count <= fit.samples:
+                if may_begin and fit is not None and count <= min(fit.samples, self._SAMPLES):
                     yield from self._judge_spread(facts)
             elif are_equal is not None and fit is not None and not self._has_labels:  # else none of them has a gradient
                 is_one, label, count = are_equal, 0, int(fit.samples)
@@ -144,17 +146,23 @@ class EqualTargets(LearningRule):
                 self._labels.clear()
 
     def _judge_spread(self, facts: OutputFacts) -> Iterator[Finding]:
-        """Judges how labels differ between batches."""
-        if len(self._spreads) >= self._FIRST:
+        """Judges how labels differ between the first batches."""
+        if len(self._spreads) == self._FIRST[1]:
             return
-        self._spreads.append([facts.middle, facts.spread, facts.labels])
-        means, spreads, counts = np.transpose(self._spreads)
-        between = float(means.var() - (spreads / counts).mean())
-        whole = between + float(spreads.mean())
-        if len(means) == self._FIRST and between > self._BETWEEN * whole:
-            share = between / whole
-            text = f"each batch has labels of its own: of the variance of labels in the first {len(means)} batches "
-            text += f"that were inspected, {share:.0%} is between batches, where shuffled data has next to nothing"
+        self._spreads.append([facts.labels, facts.middle, facts.spread, facts.least, facts.most])
+        counts, means, spreads, least, most = np.transpose(self._spreads)
+        batches, labels, middle = len(counts), counts.sum(), np.average(means, weights=counts)
+        within, between = counts @ spreads, counts @ (means - middle) ** 2
+        farthest = max(middle - least.min(), most.max() - middle)
+        # Two labels are one apart at least, and their middle half of that.
+        rare = (within + between) / max(farthest, 0.5) ** 2
+        if batches < self._FIRST[0] or labels < self._EACH * batches or rare < self._RARE:
+            return
+        limit = self._F * max(1.0, self._USUAL / rare) ** 2 * (batches - 1) / (labels - batches)
+        if between > within * max(1.0, limit):
+            share = float(between / (within + between))
+            text = f"each batch has labels of its own: of the variance of labels in the first {batches} batches that "
+            text += f"were inspected, {share:.0%} is between batches, where shuffled data has next to nothing"
             yield from self._found_once(0, "logits", text, "output", share=share)
 
     def _judge_alike(self, are_classes: bool, is_policy: bool, may_begin: bool) -> Iterator[Finding]:
@@ -170,9 +178,8 @@ class EqualTargets(LearningRule):
             bits = min(math.log2((before + 2) / (self._alike + 1)), self._MOST_BITS) * len(each)
             is_odd = bits >= self._BITS and not is_policy
         else:
-            is_enough = may_begin and len(each) >= self._LOOKS and steps[-1] - steps[0] >= self._STEPS
-            least = self._ALIKE if is_same else min(self._ALIKE, self._BITS + len(counts))
-            is_odd = is_enough and sum(counts) >= least
+            is_long = len(each) >= self._LOOKS and steps[-1] - steps[0] >= self._STEPS
+            is_odd = may_begin and is_same and is_long and sum(counts) >= self._ALIKE
         if is_odd:
             yield from self._found_once(int(steps[0]) if before else 0, "logits", text, "output", labels=sum(counts))
 

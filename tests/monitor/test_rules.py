@@ -524,17 +524,22 @@ def unlike(i: int, related: float, evenness: float = 0.51) -> OutputFacts:
 
 def alike(label: int) -> OutputFacts:
     """Outputs for as many classes as the last layer has rows, and labels of one class."""
-    return facts(classes=8, label=label)
+    return facts(classes=8, least=label, most=label, middle=float(label))
+
+
+def of(labels: int, label: int) -> OutputFacts:
+    """As `alike`, with so many ``labels``."""
+    return alike(label)._replace(labels=labels)
 
 
 def few(i: int, **more: Any) -> OutputFacts:
-    """As `alike`, but for the spread of labels."""
-    return facts(**{"classes": 8, "middle": float(i), "spread": 0.2, **more})
+    """As `alike`, but two labels."""
+    return facts(**{"classes": 8, "least": i, "most": i + 1, "middle": i + 0.5, "spread": 0.25, **more})
 
 
 def facts(**more: Any) -> OutputFacts:
     """Outputs whose softmax over 4 classes a loss takes, for 16 labels."""
-    return OutputFacts(**{"classes": 4, "labels": 16, "fit": fitted().fit, **more})
+    return OutputFacts(**{"classes": 4, "labels": 16, "most": 3, "fit": fitted().fit, **more})
 
 
 def looking(looks: Sequence[OutputFacts | None], losses: float | Sequence[float] = 2.1, **more: Any) -> Story:
@@ -1059,19 +1064,23 @@ STORIES: list[tuple[Any, ...]] = [
      looking([facts(takes_over_samples=True)] * 2)),
     ("labels of one class -> equal-targets, warning 0 logits: each of 6 batches that were inspected, all labels are of",
      looking([alike(1)] * 6), looking([alike(1)] * 5), looking([alike(1), facts()] * 6),
-     looking([alike(1)] * 6, run=RIVAL), looking([facts(label=1)] * 6)),
-    ("data sorted by class -> equal-targets, warning 0 logits: each of 5 batches that were inspected, all labels",
-     looking([alike(i) for i in range(5)]), looking([alike(i) for i in range(4)])),
-    ("sorted data that are known by heart at times -> equal-targets, warning 0 logits: each of 4 batches that were",
-     looking([alike(0), alike(1), fitted(), alike(2), alike(3), alike(4)])),
-    ("batches of few labels -> equal-targets, warning 0 logits: of the variance of labels in the first 8 batches that",
-     looking([few(i) for i in range(8)]), looking([few(i) for i in range(7)]),
-     looking([few(i, spread=6.0) for i in range(8)]), looking([few(i, labels=7) for i in range(8)]),
-     looking([few(i, classes=4) for i in range(8)]), looking([few(i, fit=None) for i in range(8)]),
-     looking([few(i) for i in range(8)], run=RIVAL)),
+     looking([alike(1)] * 6, run=RIVAL), looking([facts(least=1, most=1)] * 6)),
+    ("data sorted by class -> equal-targets, warning 0 logits: in the first 7 batches that were inspected, 100% is",
+     looking([alike(i) for i in range(7)]), looking([alike(i) for i in range(6)]),
+     looking([of(4, i) for i in range(9)])),
+    ("sorted data that are known by heart at times -> equal-targets, warning 0 logits: in the first 7 batches that",
+     looking([alike(0), alike(1), fitted(), *(alike(i) for i in range(2, 7))])),
+    ("few labels of a class after those of another -> equal-targets, warning 0 logits: in the first 7 batches that",
+     looking([*[of(5, 0)] * 5, of(10, 1), of(5, 1)]), looking([*[of(6, 0)] * 8, of(6, 1)]),
+     looking([*[of(5, 0)] * 5, of(5, 1), *[facts(classes=8, labels=10, most=1, middle=0.5, spread=0.25)] * 3])),
+    ("batches of few labels -> equal-targets, warning 0 logits: of the variance of labels in the first 7 batches that",
+     looking([few(i) for i in range(7)]), looking([few(i) for i in range(6)]),
+     looking([few(i, spread=6.7) for i in range(9)]), looking([few(i, labels=4) for i in range(9)]),
+     looking([few(i, labels=513) for i in range(9)]), looking([few(i, classes=4) for i in range(9)]),
+     looking([few(i, fit=None) for i in range(9)]), looking([few(i) for i in range(9)], run=RIVAL)),
     ("labels that become equal -> equal-targets, warning 40 logits: of one class, the same in all of them; of 4 before",
-     looking([facts()] * 4 + [facts(label=1)] * 7), looking([facts()] * 4 + [facts(label=1)] * 6),
-     looking([facts()] * 4 + [facts(label=1, fit=None)] * 7)),
+     looking([facts()] * 4 + [facts(least=1, most=1)] * 7), looking([facts()] * 4 + [facts(least=1, most=1)] * 6),
+     looking([facts()] * 4 + [facts(least=1, most=1, fit=None)] * 7)),
     ("targets that become equal -> equal-targets, warning 40 logits: all targets are equal; of 4 before them, 4 had",
      looking([fitted()] * 4 + [fitted(spread=0.0)] * 7), looking([fitted(spread=0.0)] * 11, 1.0)),
     ("targets that are equal -> equal-targets, warning 0 logits: in each of 6 batches that were inspected, all targets",

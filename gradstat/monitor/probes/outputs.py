@@ -137,8 +137,7 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
     is_askew &= is_one_label
     is_askew &= classes not in (2, count) and columns.numel() > 0
     labels = torch.where(norms > 0, smallest, -1)  # no gradient where a label is ignored
-    label, labelled = labels.amax(), (labels >= 0).sum()
-    is_one = ((labels == label) | (labels < 0)).all()
+    most, labelled = labels.amax(), (labels >= 0).sum()
     few = slice(max(1, MOST_ELEMENTS // 8 // classes))
     # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
     are_logarithms = ((outputs[few].exp().sum(-1, dtype=wide) - 1).abs() < 0.01).all()
@@ -155,7 +154,8 @@ def _measure_classes(seen: _Pass, gradient: Tensor) -> tuple[Tensor, Tensor]:
         "activation": cancels * seen.activation,
         "classes": takes_classes * classes,
         "labels": takes_classes * labelled,
-        "label": takes_classes * is_one * (label + 1),
+        "least": takes_classes * torch.where(labels >= 0, labels, most).amin(),
+        "most": takes_classes * most,
         "middle": middle,
         "spread": spread,
         "right": takes_classes * (labels == outputs.argmax(-1)).sum() / counted,
