@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from gradstat.recording.findings import Finding
 from gradstat.rules.base import WRONG_SIGN, PerName, carried, directions, median, sizes_of_weights
 from gradstat.rules.beginnings import FarBeginning
 from gradstat.rules.course import CHANCE, FLAT, HALF, SCALED, SOON, SPAN, LearningRule, look_fresh
+from gradstat.rules.output_facts import OutputFacts
 from gradstat.rules.outputs import UnrelatedOutputs
 from gradstat.rules.rows import Rows, Window
 
@@ -33,10 +34,7 @@ def _change_in_words(grown: float) -> str:
 
 
 class NegativeLoss(LearningRule):
-    """A negative loss that cannot be negative with the right sign: of a classifier, of squares or of magnitudes.
-
-    Any other is reported if it falls to thirty times its first value below zero, and ever faster.
-    """
+    """A negative loss that cannot be negative with the right sign: of a classifier, of squares or of magnitudes."""
 
     name = "negative-loss"
     explains = ("equal-targets", "exploding-gradient", "vanishing-gradient")
@@ -45,11 +43,6 @@ class NegativeLoss(LearningRule):
 
     # A loss is that of guessing, up to its sign, between these shares of it.
     _CLOSE = 0.75, 1.25
-    # Logarithms of densities fall less and less, and to no such values per sample. Judged in the first losses.
-    _FAR, _LEVELS = 30.0, 64
-
-    _levels = carried(list[float]())  # medians of `SOON` losses
-    _since = carried(-1)  # the step since which all are negative; -1 if the last is not
 
     def judge(self, window: Window) -> Iterable[Finding]:
         steps, _, losses = window.losses
@@ -62,8 +55,6 @@ class NegativeLoss(LearningRule):
 
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
         step, last, soon = int(window.steps[row]), self._recent[-SOON:], self._first[:SOON]
-        if not window.run.has_other_optimizer:
-            yield from self._falls(step, last)
         if self._classes < 2 or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
             return
         usual, (low, high) = math.log(self._classes), self._CLOSE
@@ -73,16 +64,6 @@ class NegativeLoss(LearningRule):
         if -median(last) > least:
             text = f"the loss has fallen to {last[-1]:.4g}, but that of a classifier has a lower bound, usually 0"
             yield from self._found_once(step, "loss", text, loss=last[-1])
-
-    def _falls(self, step: int, last: Sequence[float]) -> Iterator[Finding]:
-        """Judges whether a loss, which was ``last`` up to ``step``, falls without end."""
-        self._since = -1 if max(last) >= 0 else max(step - SOON + 1, 0) if self._since < 0 else self._since
-        self._levels = [*self._levels, median(last)][: self._LEVELS + 1]
-        first, middle, now = (self._levels[at] for at in (0, (len(self._levels) - 1) // 2, -1))
-        is_faster = middle - now > first - middle and len(self._levels) <= self._LEVELS
-        if now < -self._FAR * max(abs(first), 1.0) and is_faster and self._since >= 0:
-            text = f"the loss has fallen from about {first:.4g} to about {now:.4g}, ever faster"
-            yield from self._found_once(self._since, "loss", text, loss=now)
 
 
 class GrowingWeights(LearningRule):
@@ -219,23 +200,21 @@ class NoLearning(LearningRule):
     _FALLEN, _MANY = 0.05, 8
     # Of the first loss: one with other terms may end above chance, though it has learned.
     _OF_FIRST = 0.7
-    # A share of certain predictions, and a fall of the gradient norm, that tell the cause.
-    _CERTAIN, _FADED = 0.3, 0.01
+    # A share of certain predictions that tells the cause.
+    _CERTAIN = 0.3
     # How near to guessing among the samples a loss stays, and from which shares of it it may begin.
     _NEAR, _BEGAN = 0.005, (CHANCE, 1.25)
 
     _has_learned = carried(False)
     _norm, _grown = carried(math.nan), carried(math.nan)  # of weights, first and since
-    _gradient = carried(math.nan)  # the norm of the first gradients
 
     def __init__(self, steps: int = 256) -> None:
         super().__init__()
         self.steps = steps
 
     def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
-        norm, at = rows.norm_of_matrices[row], int(window.steps.searchsorted(rows.steps[row]))
-        if math.isnan(self._norm):
-            self._norm, self._gradient = norm, window.value("norm", at)
+        norm = rows.norm_of_matrices[row]
+        self._norm = norm if math.isnan(self._norm) else self._norm
         self._grown = norm / max(self._norm, 1e-300)
         return ()
 
@@ -248,7 +227,7 @@ class NoLearning(LearningRule):
         if is_due and not window.run.has_other_optimizer:
             yield from self._judge_samples(0.0 if fit is None else fit.samples)
         if self._classes > 1 and not self._has_learned:
-            yield from self._judge_classes(window, row, is_due)
+            yield from self._judge_classes(window.outputs, is_due)
 
     def _judge_samples(self, samples: float) -> Iterator[Finding]:
         """Judges the last losses without knowing what the model is: as that of two classes, or a contrastive one."""
@@ -263,17 +242,17 @@ class NoLearning(LearningRule):
                 text = f"the loss is {now:.4g} after {self._count} steps; guessing among {count:.0f} gives {usual:.4g}"
                 yield from self._found_once(0, "loss", text, loss=now)
 
-    def _judge_classes(self, window: Window, row: int, is_due: bool) -> Iterator[Finding]:
-        """Judges the last losses of a classifier, up to that of ``row``."""
+    def _judge_classes(self, outputs: OutputFacts, is_due: bool) -> Iterator[Finding]:
+        """Judges the last losses of a classifier with such ``outputs``."""
         now, chance = median(self._recent), self._chance
-        if now < FLAT * chance or window.outputs.right > (1 + 1 / self._classes) / 2:
+        if now < FLAT * chance or outputs.right > (1 + 1 / self._classes) / 2:
             self._has_learned = True
             return
         is_flat = self._classes >= self._MANY and median(self._first) - now < self._FALLEN * now
         is_stuck = (now >= CHANCE * chance or is_flat) and now > self._OF_FIRST * abs(self._first[0])
         if is_due and is_stuck and not (now < chance and self._is_falling()):
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes gives "
-            name, causes, advice, more = self._likely(window, row)
+            name, causes, advice, more = self._likely(outputs.certain)
             yield from self._found_once(
                 0, name, f"{text}{chance:.4g}{more}", causes=causes, advice=advice, loss=now, chance=chance
             )
@@ -284,21 +263,14 @@ class NoLearning(LearningRule):
         before, now = halves.mean(1).tolist()
         return bool(before - now > 4 * math.sqrt(halves.var(1).sum() / HALF))
 
-    def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], tuple[str, ...], str]:
+    def _likely(self, certain: float) -> tuple[str, tuple[str, ...], tuple[str, ...], str]:
         """The series that is to blame, causes and advice, and an addition to the text, by what the rows show."""
-        share, norm, change = window.outputs.certain, window.value("norm", row), _change_in_words(self._grown)
+        change = _change_in_words(self._grown)
         if change and self._grown > 1:
             return "lr", GrowingWeights.causes, GrowingWeights.advice, f"; {change}"
         if change:
             return "weight_decay", _DECAYS, (_LESS_DECAY,), f"; {change}"
-        if share > self._CERTAIN:
-            return "loss", FarBeginning.causes, FarBeginning.advice, f"; {share:.0%} of the predictions are saturated"
-        if norm < self._FADED * self._gradient:
-            causes = (
-                "outputs that are saturated, or the same for all inputs",
-                "a loss or inputs that are multiplied by almost 0",
-            )
-            text = f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
-            return "norm", causes, self.advice, text
-        text = "; predictions are not saturated, weights keep their norm, and gradients are not small"
+        if certain > self._CERTAIN:
+            return "loss", FarBeginning.causes, FarBeginning.advice, f"; {certain:.0%} of the predictions are saturated"
+        text = "; predictions are not saturated, and weights keep their norm"
         return "loss", (*self.causes, _HARD), self.advice, text

@@ -106,9 +106,9 @@ class EqualTargets(LearningRule):
     _FEW = 4
 
     # Labels differ more between the first batches than within them, as an analysis of variance says. The limit of F is
-    # higher where the variance may be that of fewer than `_USUAL` rare labels, of which a batch has all by chance:
-    # shuffled labels reach it in fewer than 1 of 10 ** 6 trainings, if there are five for each batch. More than
-    # `_SAMPLES` are no samples.
+    # higher where the variance may be that of fewer than `_USUAL` rare labels, which one batch may have by chance. Of
+    # 10 ** 6 trainings with shuffled labels one reaches it if batches have about five, three at worst, and none if they
+    # have many. More than `_SAMPLES` are no samples.
     _FIRST, _F, _EACH, _RARE, _USUAL, _SAMPLES = (7, 9), 20.0, 5, 7, 10, 512
 
     _spreads = carried(Records(5))  # of the labels of the first batches: how many, mean, variance, least, largest
@@ -158,7 +158,7 @@ class EqualTargets(LearningRule):
         rare = (within + between) / max(farthest, 0.5) ** 2
         if batches < self._FIRST[0] or labels < self._EACH * batches or rare < self._RARE:
             return
-        limit = self._F * max(1.0, self._USUAL / rare) ** 2 * (batches - 1) / (labels - batches)
+        limit = self._F * max(1.0, self._USUAL / rare) ** 4 * (batches - 1) / (labels - batches)
         if between > within * max(1.0, limit):
             share = float(between / (within + between))
             text = f"each batch has labels of its own: of the variance of labels in the first {batches} batches that "
