@@ -95,7 +95,7 @@ VANISHING = 1e-8  # norms below it say nothing
 # square is below this fraction of the largest, and its logarithm decays over depth nearly linearly: by the absolute
 # Pearson correlation.
 _IN_A_ROW, _LAYERS, _RATIO, _CORRELATION = 5, 5, 1e-5, 0.9
-_LEVEL_FACTOR = 2.2  # by which a level moved at least; batches and progress move it less
+_LEVEL_FACTOR = 2.5  # by which a level moved at least; batches and progress move it less
 # That does not count for so many steps after the number of gradients has changed, as when layers are frozen, or the
 # learning rate by more than this factor, as in a warm-up by epochs.
 _SETTLING, _OTHER_RATE = 64, 1.5
@@ -143,7 +143,7 @@ class VanishingGradient(LevelRule):
         for shift in self.shifts(window.steps, np.log(norms), -1):
             fall, since = shift.before - shift.after, shift.began - _SETTLING
             is_explained = any(since < step <= shift.step and fall <= most for step, most in self._explaining)
-            if fall > math.log(_LEVEL_FACTOR) and not is_explained:
+            if shift.least > math.log(_LEVEL_FACTOR) and not is_explained:
                 yield shift
         last = int(window.steps[-1]) if len(window.steps) else 0
         self._explaining[:] = [change for change in self._explaining if last - change[0] < 2 * _SETTLING]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
 from gradstat.rules.base import Records, Rule, carried
@@ -23,104 +23,52 @@ WINDOW = 100  # steps
 LOST_PROGRESS = 0.25
 _COUNT, _WITHIN = 4, 5  # a jump is so many values above the limit in so many steps, and began with the first
 _EVERY = 32  # values after which limits are updated, whatever the length of windows
-_STEEP = 8  # standard errors by which a level moves the other way where only the newer half of those before count
-_BLOCK, _KNOWN = 8, 12  # values of which a level is the median; levels to know before the last ones are judged
+_BLOCK = 8  # the last values, whose median is the level before a jump
+# Of a shift: values before it, and of those how many tell the level; values after it, and in how many pairs with those
+# before it they may lie on the other side; and values on each side of it that differ at once.
+_OLDER, _LAST, _PAIRS, _FIRST = 32, 16, ((8, 0), (16, 80)), 4
 
 
 class Shift(NamedTuple):
-    """A level that changed in step ``began``, which showed in ``step``; and the deviation of single values from it.
-
-    ``still`` is by how much the last levels, whose mean is ``after``, go on in this direction, from first to last.
-    """
+    """A level that changed in step ``began``, which showed in ``step``."""
 
     began: int
     step: int
-    before: float
+    before: float  # the median of the last values before it
     after: float
-    deviation: float
-    still: float
+    least: float  # by how much the first values differ from the last ones before, or all from these, if that is less
 
 
 class LevelRule(Rule):
     """A series whose level changes at once, and lasts.
 
-    A single value may be anything, but medians of eight are nearly normally distributed, however heavy the tails. The
-    mean of the last ones is compared with those before, continued by their trend, so that neither learning nor a slow
-    drift counts; each of them exceeds all but one of those before.
-
-    While they move the other way, only the newer half of those before says where the level was.
-
-    The level moved by so many standard ``errors``, estimated from differences of neighbouring values; six are where a
-    guard draws the line. It also moved by ``moves`` times its largest earlier move in this direction, since values may
-    depend on each other. Other thresholds are conventions of gradstat: the smallest round numbers with which healthy
-    trainings and programs of its tests are silent over five seeds.
+    Values are compared by rank, so that nothing depends on their scale or tails: all of 8 lie beyond each of the 32
+    before them, or in nearly all pairs those of 16 do. Of independent values 1 in 10 ** 7 would. Values that drift lie
+    beyond earlier ones as well, so the first four also differ from the four before them, by `Shift.least`.
     """
 
-    fresh: ClassVar[int] = 2
-    before: ClassVar[int] = 6
-    kept: ClassVar[int] = 18
-    errors: ClassVar[float] = 10.0
-    moves: ClassVar[float] = 4.0
+    _recent, _recent_steps = carried(list[float]()), carried(list[int]())  # the last values
 
-    _recent = carried(list[float]())  # the values of the last levels and those behind them, with these
-    _recent_steps = carried(list[int]())
-
-    def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
-        """Adds the ``values`` of ``steps``; yields when their level has risen (``sign`` 1) or fallen (-1)."""
-        is_finite, known = np.isfinite(values), len(self._recent) // _BLOCK
+    def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> list[Shift]:
+        """Adds the ``values`` of ``steps``; returns where their level has risen (``sign`` 1) or fallen (-1)."""
+        is_finite, found = np.isfinite(values), list[Shift]()
         self._recent += values[is_finite].tolist()
         self._recent_steps += steps[: len(values)][is_finite].tolist()
-        count = len(self._recent) // _BLOCK
-        if count == known:
-            return
-        blocks = np.array(self._recent[: count * _BLOCK]).reshape(count, _BLOCK)
-        ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
-        levels, scatters = (ordered[:, 3] / 2 + ordered[:, 4] / 2).tolist(), apart[:, 3].tolist()
-        for end in range(known + 1, count + 1):
-            last = slice(max(0, end - self.kept), end)
-            moved = self._moved(levels[last], scatters[last], sign)
-            if moved is not None:
-                before, after, deviation = moved
-                # By a line through them.
-                places = np.arange(self.fresh) - (self.fresh - 1) / 2
-                slope = float(places @ levels[end - self.fresh : end] / (places @ places))
-                # It began where the sum of signs around the middle, from there on, is largest.
-                middle, at = before / 2 + after / 2, end * _BLOCK - 1
-                span = self._recent[at - (self.fresh + 1) * _BLOCK + 1 : at + 1]
-                sums = list(itertools.accumulate(1 if sign * (value - middle) > 0 else -1 for value in reversed(span)))
-                began = at - sums.index(max(sums))
-                still = sign * slope * (self.fresh - 1)
-                yield Shift(self._recent_steps[began], self._recent_steps[at], before, after, deviation, still)
-        first = max(0, count - self.kept) * _BLOCK
-        self._recent, self._recent_steps = self._recent[first:], self._recent_steps[first:]
-
-    def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float, float] | None:
-        """If it has moved, the level before, as its trend would have continued it, and now, and the deviation."""
-        fresh, count = self.fresh, self.before
-        older, now = levels[:-fresh], levels[-fresh:]
-        if len(older) < _KNOWN:  # too few moves to know the usual ones
-            return None
-        reference, half = older[-count:], count // 2
-        newer = reference[half:]
-        least = min(sign * level for level in now)
-        if least <= sorted(sign * level for level in newer)[-2]:  # mostly
-            return None
-        trend = median(newer) - median(reference[:half])
-        # The standard error of a median is 1.25 times that of a mean.
-        deviation = MAD / math.sqrt(2) * median(scatters[:-fresh])
-        if sign * trend < -_STEEP * 1.25 * deviation * math.sqrt(2 / (half * _BLOCK)):
-            reference = newer  # older ones do not say where it has come to
-        elif least <= sorted(sign * level for level in reference)[-2]:
-            return None
-        before, after = median(reference), sum(now) / fresh
-        shift = sign * (after - before) - max(0.0, sign * trend * (count + fresh) / count)
-        error = 1.25 * deviation * math.sqrt(1 / (fresh * _BLOCK) + 1 / (len(reference) * _BLOCK))
-        if not shift > self.errors * error:
-            return None
-        means = np.convolve(older, np.ones(fresh) / fresh, "valid")
-        moves = means[fresh:] - means[:-fresh]
-        is_far = shift > self.moves * float((sign * moves).max())
-        return (after - sign * shift, after, deviation) if is_far else None
+        for count, most in _PAIRS:
+            fresh = min(int(is_finite.sum()), len(self._recent) - _OLDER - count + 1)
+            if fresh <= 0:
+                continue
+            every = sign * sliding_window_view(np.array(self._recent), _OLDER + count)[-fresh:]
+            older, newer = every[:, :_OLDER], every[:, _OLDER:]
+            crossed = (older[:, :, None] >= newer[:, None, :]).sum((1, 2))
+            for row in np.flatnonzero(crossed <= most).tolist():
+                before, after = median(older[row, -_LAST:]), median(newer[row])
+                at_once = median(newer[row, :_FIRST]) - median(older[row, -_FIRST:])
+                at = len(self._recent) - len(every) + row + 1 - count
+                began, showed = self._recent_steps[at], self._recent_steps[at + count - 1]
+                found.append(Shift(began, showed, sign * before, sign * after, min(after - before, at_once)))
+        del self._recent[: -_OLDER - _PAIRS[-1][0] + 1], self._recent_steps[: -_OLDER - _PAIRS[-1][0] + 1]
+        return sorted(found, key=lambda shift: shift.step)
 
 
 class Jump(NamedTuple):

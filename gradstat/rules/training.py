@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from gradstat._core.text import count_of
-from gradstat.guard import OF_MEDIAN, THRESHOLD
+from gradstat.guard import THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
 from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, numbered, same_for, series
 from gradstat.rules.course import look_fresh
 from gradstat.rules.rows import Observation, Window
-from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
+from gradstat.rules.spikes import WINDOW, LevelRule, Shift, SpikeRule
 
 _MAXIMIZES = ("an optimizer with maximize=True",)
 # So many losses on each side show that the sign has changed; of so many on either side the median magnitude is at least
@@ -32,12 +32,8 @@ _RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
 # The initial loss need only exceed the lowest by 1 / `_FALLEN` if the median of these losses exceeds it by `_ABOVE` as
 # well, and their mean twice that of the first `_RECENT` of the window: errors of values that grow rise slowly.
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
-# A level that stays rises by no more of the way to it. A line that began with the last levels has 1.5, a step 0.
-_STILL = 0.75
-# A level of positive values that has risen by this share of itself, and of the beginning, counts however much single
-# values scatter, if it goes on by no more than the last share of the way. In 105 healthy programs none rises by more
-# than 0.32 of itself; one that has learned nearly all rose tenfold, to 0.09 of the beginning, as a warm-up took a step.
-_RISEN, _RISEN_OF_FIRST, _AT_ONCE = 0.5, 0.1, 0.25
+# A level that stays has risen by this share of itself, and of the beginning: less is nothing to one that has converged.
+_RISEN, _OF_FIRST = 0.4, 0.03
 _FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 
@@ -56,8 +52,7 @@ class LossSpike(SpikeRule, LevelRule):
 
     name = "loss-spike"
     quiet = 50
-    fresh, before, kept = 4, 8, 26
-    log_sigmas, single_factor, errors, moves = 4.0, 4.0, THRESHOLD, 3.0
+    log_sigmas, single_factor = 4.0, 4.0
     climbed = 0.25  # in climbs of healthy losses (VQ-VAEs) the share is 0.4 and more, in jumps under noise 0.1 at most
     causes = (
         f"if it stays there, {CHANGED[0]}",
@@ -155,19 +150,13 @@ class LossSpike(SpikeRule, LevelRule):
             yield self.found(step, self.series, text, causes=causes, mean=mean, lowest=lowest)
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
-        before, after = shift.before, shift.after
-        beginning = self.beginning()
-        progress, rise, usual = beginning - before, after - before, self.sigmas * OF_MEDIAN * abs(before)
-        # The first values may be far above all others. A hundredth of them is nothing to one that has converged.
-        least = min(LOST_PROGRESS * progress, self.sigmas * shift.deviation + abs(beginning) / 100)
-        if min(self._values, default=0.0) > 0 and shift.still <= _AT_ONCE * rise:
-            least = min(least, max(_RISEN * before, _RISEN_OF_FIRST * beginning))
-        # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
-        is_growing = progress < -usual or shift.still > _STILL * rise
-        if rise > max(least, usual) and not is_growing and self.begins("leap", shift.step):
-            text = f"the {self.series} rises from about {before:.4g} to about {after:.4g}, and stays there"
+        beginning, size = self.beginning(), abs(shift.before)
+        # The level of a loss that may be negative says nothing about its size.
+        scale = size if min(self._values, default=0.0) > 0 else max(size, beginning - shift.before)
+        if shift.least > max(_RISEN * scale, _OF_FIRST * abs(beginning)) and self.begins("leap", shift.step):
+            text = f"the {self.series} rises from about {shift.before:.4g} to about {shift.after:.4g}, and stays there"
             causes = (*CHANGED, self.causes[-1])
-            yield self.found(shift.began, self.series, text, causes=causes, loss=after, median=before)
+            yield self.found(shift.began, self.series, text, causes=causes, loss=shift.after, median=shift.before)
 
 
 def _has_both_signs(*series: list[float]) -> bool:
