@@ -26,7 +26,11 @@ Band = tuple[float, float]
 # Causes of a loss that is negative, for the rules on losses.
 WRONG_SIGN = ("a loss with the wrong sign, so that training maximises it", "a reward or a score used as the loss")
 # Causes of a level that changes and stays, for the rules on losses and norms.
-CHANGED = ("a change at this step: of data, labels, loss weights, the model, its weights or its mode (train or eval)",)
+CHANGED = (
+    "inputs, labels or targets changed at this step: another data set, order, scale, mask or preprocessing",
+    "the loss changed at this step: its weights, its sign, a term, or what it averages",
+    "the model changed at this step: its weights, a layer, or its mode (train or eval)",
+)
 
 
 class _Carried(NamedTuple):

@@ -13,9 +13,11 @@ from gradstat.recording.kinds import INPUT_KINDS
 from gradstat.rules.base import LastingRule, RowsRule, Rule, bounded, carried, median
 from gradstat.rules.rows import Floats, Rows, Window
 
-_FACTOR = 100.0  # the largest magnitude over that before; also the smallest standard deviation before over that of now
-_OFFSET = 5.0  # the smallest magnitude of values of one sign over the largest one before
-_KNOWN, _LOW_FOR = 20, 5  # earlier measurements; measurements in a row with a deviation that is too small
+_STATISTICS = ("mean of ", "standard deviation of ", "largest magnitude of ")
+_LARGEST = _STATISTICS[-1]
+# So many measurements tell the range of a statistic. What lies beyond it by its width, and by this part of its larger
+# end, in so many measurements in a row is another input. A largest magnitude so many times that before is told at once.
+_KNOWN, _MARGIN, _LASTS, _FACTOR = 20, 0.01, 16, 100.0
 # No initialisation expects inputs that are all smaller than these: a largest magnitude, and a standard deviation. Of
 # some input of 44 public programs the latter is 0.2 or more.
 _TINY, _NARROW = 0.05, 0.005
@@ -31,11 +33,12 @@ _SMALL = (_FLAT[1], "inputs in a unit in which all values are tiny, or that are 
 
 
 class BatchRange(RowsRule):
-    """Inputs that leave their previous range, hardly vary any more, are all zero or tiny, or were never normalised.
+    """Inputs that leave their previous range, are all zero or tiny, or were never normalised.
 
-    The last three concern the first steps: all inputs have no other values, or have a standard deviation below 0.005
-    and no magnitude of 0.05, or one has a mean of a hundred standard deviations, unless a model begins with a norm. A
-    mask, of zeros and ones, may have any deviation.
+    Their mean or standard deviation lies far beyond its earlier values for 16 steps, or their largest magnitude once
+    beyond a hundred times these. The last two concern the first steps: all inputs have no other values, or have a
+    standard deviation below 0.005 and no magnitude of 0.05, or one has a mean of a hundred standard deviations, unless
+    a model begins with a norm. A mask, of zeros and ones, may have any values.
     """
 
     name = "batch-range"
@@ -43,52 +46,50 @@ class BatchRange(RowsRule):
     causes = ("inputs that are normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("inspect the samples with the extreme values", "normalise and clip the inputs in the data loader")
 
-    # By name. The smallest standard deviation is negative if it was that of a mask, which may be the same everywhere.
-    _largest, _least_spread = carried(dict[str, float]()), carried(dict[str, float]())
-    _seen, _low_for = carried(dict[str, int]()), carried(dict[str, int]())
+    # By statistic and input: the range so far, and steps in a row beyond it; by input how often it was measured.
+    _lowest, _highest = carried(dict[str, float]()), carried(dict[str, float]())
+    _beyond, _seen = carried(dict[str, int]()), carried(dict[str, int]())
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        low, high = rows.field("min"), rows.field("max")
-        is_binary = (low == 0) & (high == 1) & (rows.field("sum") == rows.field("sq_sum"))
-        values = np.stack([rows.max_abs, rows.std, low, high, is_binary], -1).tolist()
+        is_binary = (rows.field("min") >= 0) & (rows.field("sum") == rows.field("sq_sum"))
+        values = np.stack([rows.mean, rows.std, rows.max_abs], -1).tolist()
         for row, (step, of_step) in enumerate(zip(rows.steps.tolist(), values, strict=True)):
-            for name, numbers in zip(rows.names, of_step, strict=True):
-                if math.isfinite(numbers[0]):
-                    yield from self._compare(name, step, kind, *numbers)
+            for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
+                # A mask may be the same everywhere, but not an input that had other values before.
+                if math.isfinite(numbers[0]) and not (is_binary[row, i] and f"{_LARGEST}{name}" not in self._highest):
+                    for what, value in zip(_STATISTICS, numbers, strict=True):
+                        yield from self._compare(what, name, step, kind, value)
                 self._seen[name] = self._seen.get(name, 0) + 1
             if self._seen[rows.names[0]] == _KNOWN:
                 yield from self._judge_first(window, rows, row, kind)
 
-    def _compare(
-        self, name: str, step: int, kind: str, value: float, spread: float, low: float, high: float, is_binary: float
-    ) -> Iterator[Finding]:
-        """Compares the largest magnitude and the standard deviation of an input with those of earlier steps."""
-        most, is_known = self._largest.get(name, 0.0), self._seen.get(name, 0) >= _KNOWN
-        is_far = value > _FACTOR * most or max(low, -high) > _OFFSET * most
-        if is_far and is_known and most > 0 and self.begins(name, step):
-            text = f"the largest magnitude in {name} is {value:.3g}; before this step it was at most {most:.3g}"
-            yield self.found(step, name, text, kind, largest=value, before=most)
-        else:
-            self._largest[name] = max(most, value)
-        least = self._least_spread.get(name, math.inf)
-        is_mask, least = least < 0 and {low, high} <= {0.0, 1.0}, abs(least)
-        if is_known and spread * _FACTOR < least and not is_mask:
-            self._low_for[name] = self._low_for.get(name, 0) + 1
-            if self._low_for[name] == _LOW_FOR and self.begins(f"low {name}", step):
-                now = f"been {low:.3g} everywhere" if low == high else f"had a standard deviation of {spread:.3g}"
-                text = f"{name} has {now} for {_LOW_FOR} steps; before, its standard deviation was at least {least:.3g}"
-                more: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
-                yield self.found(step - _LOW_FOR + 1, name, text, kind, causes=_FLAT, **more)
-        else:
-            self._least_spread[name] = min(least, spread) * (-1.0 if is_binary else 1.0)
-            self._low_for[name] = 0
+    def _compare(self, what: str, name: str, step: int, kind: str, value: float) -> Iterator[Finding]:
+        """Compares a statistic of an input with its values in earlier steps."""
+        key = what + name
+        low, high = self._lowest.get(key, value), self._highest.get(key, value)
+        margin = max(high - low, _MARGIN * max(-low, high))
+        is_beyond = self._seen.get(name, 0) >= _KNOWN and not low - margin <= value <= high + margin
+        count = self._beyond[key] = self._beyond.get(key, 0) + 1 if is_beyond else 0
+        is_far = is_beyond and what == _LARGEST and value > _FACTOR * high > 0
+        lasts = count == _LASTS and what != _LARGEST
+        if not is_far and (lasts or not is_beyond or what == _LARGEST):
+            self._lowest[key], self._highest[key] = min(low, value), max(high, value)
+        if (is_far or lasts) and self.begins(name, step):
+            now = f"is {value:.3g}" if is_far else f"has been about {value:.3g} for {count} steps"
+            text = f"the {what}{name} {now}; before, it was between {low:.3g} and {high:.3g}"
+            causes = _FLAT + self.causes if value * _FACTOR < low else self.causes
+            since = step - (count - 1) * lasts
+            yield self.found(since, name, text, kind, causes=causes, value=value, low=low, high=high)
 
     def _judge_first(self, window: Window, rows: Rows, row: int, kind: str) -> Iterator[Finding]:
         """Judges all inputs, once their largest magnitudes in the first steps are known."""
         gradients, name, begins_with_norm = window.latest.get("gradient"), rows.names[0], False
         if gradients is not None and gradients.names:
             begins_with_norm = gradients.names[0].endswith("weight") and not gradients.tensors.matrices[0]
-        most, spread = max(self._largest.get(one, 0.0) for one in rows.names), float(np.fmax.reduce(rows.std[row]))
+        most, spread = (
+            max(self._highest.get(_LARGEST + one, 0.0) for one in rows.names),
+            float(np.fmax.reduce(rows.std[row])),
+        )
         if name == _FIRST_INPUT and rows.tensors.matrices[0] and most == rows.max_abs[row, 0] == 0:
             text = f"the model's input {name} has been 0 everywhere since the first step"
             yield self.found(0, name, text, kind, causes=_FLAT)

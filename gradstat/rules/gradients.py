@@ -86,7 +86,7 @@ class ExplodingGradient(SpikeRule):
 _FALLEN = (
     "a softmax or sigmoid before a loss that applies its own, or a smaller factor on the loss or the inputs",
     "a part of the model that was detached or overwritten, or whose weights decay to zero",
-    "a sudden change of the data, to batches that are easier or all the same",
+    "batches that have become easier, or are the same again and again",
 )
 
 

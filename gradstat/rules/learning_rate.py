@@ -27,7 +27,7 @@ _FOLLOWS, _IN_A_ROW, _NORMS = 16, 4, 3
 _ZEROS = 20  # steps of 0 after another rate; schedules touch 0 at their end
 # It is, for `_LASTS` steps in a row, below this fraction of its largest value in the `_WITHIN` steps before; cosine,
 # linear and polynomial schedules come that low in the last two steps.
-_FADES, _WITHIN, _LASTS = 1e-3, 50, 5
+_FADES, _WITHIN, _LASTS = 2e-3, 75, 8
 
 
 class LearningRateJump(Rule):

@@ -6,7 +6,7 @@ import heapq
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +55,8 @@ class LossSpike(SpikeRule, LevelRule):
     log_sigmas, single_factor = 4.0, 4.0
     climbed = 0.25  # in climbs of healthy losses (VQ-VAEs) the share is 0.4 and more, in jumps under noise 0.1 at most
     causes = (
-        f"if it stays there, {CHANGED[0]}",
-        "if it comes down again, an unusual or damaged batch",
+        *CHANGED,
+        "an unusual or damaged batch, if the loss comes down again",
         "a learning rate that is too high, so that a step overshot the minimum",
     )
     advice = (
@@ -155,8 +155,7 @@ class LossSpike(SpikeRule, LevelRule):
         scale = size if min(self._values, default=0.0) > 0 else max(size, beginning - shift.before)
         if shift.least > max(_RISEN * scale, _OF_FIRST * abs(beginning)) and self.begins("leap", shift.step):
             text = f"the {self.series} rises from about {shift.before:.4g} to about {shift.after:.4g}, and stays there"
-            causes = (*CHANGED, self.causes[-1])
-            yield self.found(shift.began, self.series, text, causes=causes, loss=shift.after, median=shift.before)
+            yield self.found(shift.began, self.series, text, loss=shift.after, median=shift.before)
 
 
 def _has_both_signs(*series: list[float]) -> bool:
@@ -185,6 +184,8 @@ _KEEP_ONE = ("give each parameter to one optimizer, and remove the step() of the
 _NOT_LOADED = "a checkpoint that was not loaded before its layers were frozen, or more frozen layers than were meant"
 _NOT_THAWED = ("a network that was frozen while another one trains, and not unfrozen for its own steps",)
 _THAW = ("call requires_grad_(True) on the network before its own steps",)
+# What was trained and is frozen later has this share of all elements.
+_FROZEN = 0.1
 # Frozen on purpose for so many steps of its optimizer is rare in programs whose networks take turns.
 _FROZEN_FOR = 100
 # An optimizer that has stepped before is not the one that trains, if its parameters are changed in every step, and it
@@ -202,7 +203,7 @@ class OptimizerCoverage(Rule):
 
     It is an info for parameters without gradients that are not in the optimizer, such as a target network, for those
     that are trained though they are not the model's, and for frozen ones. Frozen parameters are a warning if they are
-    most of the model and were trained before, if they are half of its weights and look newly initialised, or if they
+    a tenth of the model and were trained before, if they are half of its weights and look newly initialised, or if they
     are between layers of the same kind that train. Where networks train in turn, as in a GAN, they are one if they
     could train at first and stay frozen for a hundred steps.
     """
@@ -250,7 +251,7 @@ class OptimizerCoverage(Rule):
                 if names and key == "frozen" and (inner := _inner(names, window)):
                     names, severity = [*inner, *(name for name in names if name not in inner)], None
                     words += ", between layers that train"
-                elif names and key == "frozen" and seen.step > self._first_look and _are_most(names, window):
+                elif names and key == "frozen" and seen.step > self._first_look and _share_of(names, window) > _FROZEN:
                     severity = None
                 elif names and key == "frozen" and _look_new(names, window):
                     severity, causes = None, self.led_by(_NOT_LOADED)
@@ -284,7 +285,7 @@ class OptimizerCoverage(Rule):
         self._frozen = {name: self._frozen.get(name, seen.step) for name in seen.value.frozen_since}
         names = [name for name, since in self._frozen.items() if since == self._first_look]
         is_long = seen.step >= self._first_look + _FROZEN_FOR and window.run.has_other_optimizer
-        if names and is_long and _are_most(names, window) and self.begins("thaw", seen.step):
+        if names and is_long and _share_of(names, window) > 0.5 and self.begins("thaw", seen.step):
             text = f"{names[0]} is frozen (requires_grad is False) whenever its optimizer steps, though it could train "
             text += f"when the monitor was made; another optimizer trains another network in turn{same_for(len(names))}"
             began, told = self._first_look, names[:20]
@@ -321,10 +322,10 @@ def _look_new(names: list[str], window: Window) -> bool:
     return bool(2 * (which & are_weights).sum() >= are_weights.sum()) and look_fresh(rows, -1, which)
 
 
-def _are_most(names: list[str], window: Window) -> bool:
-    """Whether the parameters ``names`` have more than half of all elements."""
+def _share_of(names: Collection[str], window: Window) -> float:
+    """The share of all elements that the parameters ``names`` have; 0 if it is not known."""
     parameters = window.latest.get("parameter")
     if parameters is None:
-        return False
-    count = parameters.tensors.numel[np.isin(parameters.names, names)].sum()
-    return bool(2 * count > parameters.tensors.numel.sum())
+        return 0.0
+    numel = parameters.tensors.numel
+    return float(numel[np.isin(parameters.names, [*names])].sum() / max(numel.sum(), 1))
