@@ -26,7 +26,7 @@ _EVERY = 32  # values after which limits are updated, whatever the length of win
 _BLOCK = 8  # the last values, whose median is the level before a jump
 # Of a shift: values before it, and of those how many tell the level; values after it, and in how many pairs with those
 # before it they may lie on the other side; and values on each side of it that differ at once.
-_OLDER, _LAST, _PAIRS, _FIRST = 32, 16, ((8, 0), (16, 80)), 4
+_OLDER, _LAST, _PAIRS, _FIRST = 32, 16, ((8, 0), (16, 48)), 4
 
 
 class Shift(NamedTuple):
@@ -43,7 +43,8 @@ class LevelRule(Rule):
     """A series whose level changes at once, and lasts.
 
     Values are compared by rank, so that nothing depends on their scale or tails: all of 8 lie beyond each of the 32
-    before them, or in nearly all pairs those of 16 do. Of independent values 1 in 10 ** 7 would. Values that drift lie
+    before them, or in nearly all pairs those of 16 do. Of independent values, 8 do by chance in 1 of 10 ** 7
+    steps, and 16 in 1 of 300,000. Values that drift lie
     beyond earlier ones as well, so the first four also differ from the four before them, by `Shift.least`.
     """
 

@@ -19,7 +19,7 @@ from gradstat.rules.advice import CLIP
 from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, numbered, same_for, series
 from gradstat.rules.course import look_fresh
 from gradstat.rules.rows import Observation, Window
-from gradstat.rules.spikes import WINDOW, LevelRule, Shift, SpikeRule
+from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
 _MAXIMIZES = ("an optimizer with maximize=True",)
 # So many losses on each side show that the sign has changed; of so many on either side the median magnitude is at least
@@ -32,8 +32,9 @@ _RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
 # The initial loss need only exceed the lowest by 1 / `_FALLEN` if the median of these losses exceeds it by `_ABOVE` as
 # well, and their mean twice that of the first `_RECENT` of the window: errors of values that grow rise slowly.
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
-# A level that stays has risen by this share of itself, and of the beginning: less is nothing to one that has converged.
-_RISEN, _OF_FIRST = 0.4, 0.03
+# A level that stays has risen by this share of itself or by `LOST_PROGRESS` of the way back to the beginning, and by
+# this share of that, which is nothing to one that has converged.
+_RISEN, _OF_FIRST = 0.4, 0.05
 _FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 
@@ -151,9 +152,13 @@ class LossSpike(SpikeRule, LevelRule):
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         beginning, size = self.beginning(), abs(shift.before)
+        progress = beginning - shift.before
         # The level of a loss that may be negative says nothing about its size.
-        scale = size if min(self._values, default=0.0) > 0 else max(size, beginning - shift.before)
-        if shift.least > max(_RISEN * scale, _OF_FIRST * abs(beginning)) and self.begins("leap", shift.step):
+        least = _RISEN * (size if min(self._values, default=0.0) > 0 else max(size, progress))
+        if progress > 0 and len(self._values) >= WINDOW:  # before that, losses are in motion
+            least = min(least, LOST_PROGRESS * progress)
+        least = max(least, _OF_FIRST * abs(beginning))
+        if shift.least > least and self.begins("leap", shift.step):
             text = f"the {self.series} rises from about {shift.before:.4g} to about {shift.after:.4g}, and stays there"
             yield self.found(shift.began, self.series, text, loss=shift.after, median=shift.before)
 
