@@ -89,26 +89,21 @@ class FarBeginning(LearningRule):
 
     # Times the loss of guessing: healthy classifiers of the tests begin between 0.9 and 1.8, but for other terms.
     _FAR = 2.5
-    # The share of predictions that are certain, and by how much their logit exceeds others.
-    _CERTAIN, _MARGIN = 0.3, 10.0
+    _CERTAIN, _RIGHT = 0.3, 0.75  # of all predictions; as many are right only if the model was trained before
 
-    # Of the first outputs: the share of certain predictions, the number of labels, and the share of certain mistakes.
-    _certain, _labels, _wrong = carried(math.nan), carried(1), carried(0.0)
+    _certain = carried(math.nan)  # the share of the first predictions that are certain, 0 if most are right
 
     def judge(self, window: Window) -> Iterable[Finding]:
         looks = window.observed("outputs")
         if looks and math.isnan(self._certain):
             facts = looks[0].value
-            self._certain, self._labels, self._wrong = facts.certain, facts.labels, facts.certain - facts.right
+            self._certain = 0.0 if facts.right > self._RIGHT else facts.certain
         yield from self._take(window)
 
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
         self._is_over = True
         usual, first = math.log(max(self._classes, 1)), abs(self._first[0])
-        # It may be a sum over samples, but not of less than such mistakes cost.
-        of_one = first / max(self._labels, 1)
-        each = of_one if of_one > max(usual / 2, self._MARGIN * self._wrong) else first
-        if self._classes and each > self._FAR * usual and self._certain > self._CERTAIN:
+        if self._classes and first > self._FAR * usual and self._certain > self._CERTAIN:
             text = f"the loss begins at {first:.4g}; guessing among {self._classes} classes gives {usual:.4g}; "
             text += f"{self._certain:.0%} of the predictions are saturated"
             yield from self._found_once(0, "loss", text, loss=first, chance=usual, share=self._certain)

@@ -17,8 +17,8 @@ from gradstat.rules.gradients import VANISHING
 from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # by which the largest magnitude grew; its square if the loss has not risen
-# Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root. Of the weights
-# in the healthy trainings of the tests, one that grew by 1.07 before grew by 1.6.
+# Factor by which the norm grew, if it has changed before, by its cube root at most. Of the weights in the healthy
+# trainings of the tests, one that grew by 1.07 before grew by 1.6.
 _GROWN, _USUAL = 5.0, 3
 # Factor by which the norm fell. In those trainings it falls to no less than half between two measurements, except to
 # 1/11 where a WGAN first cuts off its weights.
@@ -59,7 +59,7 @@ class ParameterJump(Rule):
     )
 
     _largest, _norms = carried(PerName(math.nan)), carried(PerName(math.nan))
-    _usual, _moves = carried(PerName(0.0)), carried(PerName(0.0))  # the largest change of a log norm, and how many
+    _usual = carried(PerName(math.nan))  # the largest change of the logarithm of a norm
     _losses = carried(list[float]())  # the last ones
     _reach = carried(0.0)  # how far steps can have moved an element, or all of them, since the last measurement
     _infos = carried(dict[str, int]())  # falls that were an info, since the loss had not risen yet, and their steps
@@ -78,7 +78,7 @@ class ParameterJump(Rule):
                 at = int(window.steps.searchsorted(step))
                 self._reach, begins = self._reach + reach[begins:at].sum(), at
                 known = losses[: kept + at + 1][-_LATELY:]
-                is_known = len(known) == min(step + 1, _LATELY) and max(known[:_FOUR] + known[-_FOUR:]) < HUGE
+                is_known = len(known) > 0 and max(known[:_FOUR] + known[-_FOUR:]) < HUGE
                 has_risen = not is_known or risen([median(known[:_FOUR])], known[-_FOUR:], _FOUR) is not None
                 yield from self._jumps(rows, row, has_risen)
                 self._reach = 0.0
@@ -90,12 +90,12 @@ class ParameterJump(Rule):
         """Compares a row with earlier ones; ``has_risen`` says whether the loss has, or is not known."""
         step, judged, largest = int(rows.steps[row]), rows.tensors.matrices, rows.max_abs[row]
         now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
-        kept = self._largest, self._norms, self._usual, self._moves
-        earlier, norms, usual, moves = (state.values_for(rows.names) for state in kept)
+        kept = self._largest, self._norms, self._usual
+        earlier, norms, usual = (state.values_for(rows.names) for state in kept)
         move, is_of_steps = np.log(now / norms), largest - earlier < _SPARE * self._reach
         jumped = judged & (earlier > 0) & (largest > _FACTOR * earlier)
         jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
-        grown = judged & (moves > 1) & (move > np.maximum(math.log(_GROWN), _USUAL * usual)) & ~jumped
+        grown = judged & (move > np.maximum(math.log(_GROWN), _USUAL * usual)) & ~jumped  # not if NaN, at first
         fallen = judged & (_SHRUNK_BY * now < norms)
         for what, changed, old, new, by in (
             ("the largest magnitude in {} jumps", jumped, earlier, largest, largest / earlier),
@@ -113,9 +113,7 @@ class ParameterJump(Rule):
                 evidence = {"before": old[i], "now": new[i], "parameters": count}
                 severity = "info" if is_info else self.severity
                 yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
-        is_finite = np.isfinite(move)
-        moves += is_finite
-        np.maximum(usual, np.abs(move), out=usual, where=is_finite)
+        np.fmax(usual, np.abs(move), out=usual, where=np.isfinite(move))
         for state, values in ((earlier, largest), (norms, now)):
             np.copyto(state, values, where=np.isfinite(values))
 
