@@ -90,7 +90,6 @@ _FALLEN = (
 )
 
 
-VANISHING = 1e-8  # norms below it say nothing
 # Gradients vanish layer by layer if, in so many steps in a row, of at least so many weights the smallest root mean
 # square is below this fraction of the largest, and its logarithm decays over depth nearly linearly: by the absolute
 # Pearson correlation.

@@ -89,10 +89,9 @@ class UnusedGradients(Rule):
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
 
 
-# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or 500 of Adam's
-# or where the last four losses are 1.5 times the first; a second moment that averages fewer than two.
-# States that count as many steps were cleared, if so many were taken, in two looks in a row.
-_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN, _LAST, _RISEN = 0.999, 0.998, 0.5, 20, 4, 1.5
+# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or 500 of Adam's;
+# a second moment that averages fewer than two. A state is cleared after so many steps at least.
+_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN = 0.999, 0.998, 0.5, 20
 _INTERCHANGED = ("momentum (or beta1) and beta2 in the wrong order, or a digit too many or too few",)
 
 
@@ -112,15 +111,11 @@ class OptimizerMemory(Rule):
     )
 
     _cleared = carried(0)  # looks in a row
-    _began, _recent = carried(math.nan), carried(list[float]())  # the first loss, and the last ones
     _usual_until = carried(-1)  # the last step whose momentum was not large
     _age, _looked_at = carried(math.nan), carried(0)  # the steps that the state counted at the last look, and its step
 
     def review(self, window: Window) -> Iterable[Finding]:
-        losses, run = [*self._recent, *window.losses.values], window.run
-        self._began, self._recent = losses[0] if losses and math.isnan(self._began) else self._began, losses[-_LAST:]
-        has_risen = min(self._recent, default=0.0) > _RISEN * self._began > 0
-        most = _MAX_BETA if has_risen or run.step_size == "rate" else _MAX_MOMENTUM
+        run, most = window.run, _MAX_BETA if window.run.step_size == "rate" else _MAX_MOMENTUM
         for now in window.steps[-1:].tolist():
             if run.momentum <= _MAX_BETA:
                 self._usual_until = now

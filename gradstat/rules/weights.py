@@ -13,7 +13,6 @@ from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
 from gradstat.rules.base import HUGE, PerName, Rule, around, bounded, carried, directions, reaches, risen, same_for
 from gradstat.rules.beginnings import far_off
-from gradstat.rules.gradients import VANISHING
 from gradstat.rules.rows import Floats, Rows, Window
 
 _FACTOR = 100.0  # by which the largest magnitude grew; its square if the loss has not risen
@@ -130,9 +129,9 @@ class ParameterJump(Rule):
                     yield self.found(step, name, text, "parameter", None, _SHRUNK, loss=rise)
 
 
-# Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the rounding error of
-# sums that are zero, as for a bias before a batch norm.
-_ROUNDING = 1e-5
+# Its gradient has elements above this fraction of the largest in the model, and above this size. Smaller ones may be
+# the rounding error of sums that are zero, as for a bias before a batch norm.
+_ROUNDING, _LEAST = 1e-5, 1e-8
 # No weight has moved by this fraction of its norm between two measurements, which are the first two, or `_STOPS` holds.
 _MOVES = 1e-5
 # That is this fraction of the farthest move so far, per step and learning rate, while the norm of the gradients is no
@@ -226,7 +225,7 @@ class UnchangedParameter(Rule):
             moves[~(rows.tensors.matrices & (largest > 0))] = math.nan
             yield from self._hardly(window, rows, step - before, step, moves)
             # It has a gradient by which its optimizer could change it.
-            same &= largest > max(_ROUNDING * largest.max(initial=0.0), VANISHING)
+            same &= largest > max(_ROUNDING * largest.max(initial=0.0), _LEAST)
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             since[:] = np.where(same, since, step)
             # If others change, it must have stayed the same in two looks.
