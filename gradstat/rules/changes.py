@@ -29,16 +29,6 @@ _SHARES, _ALL = ("momentum", "beta1", "beta2", "dropout"), 1 - 1e-9
 NO_DECAY = 0.05  # what a weight decay of 0 counts as; 0.5 is far above usual ones
 
 
-def growth_of(name: str, old: float, new: float) -> float:
-    """By which factor the setting ``name``, such as ``"eps of group 0"``, has grown, or what a share s is: 1 / (1 - s).
-
-    A momentum m averages 1 / (1 - m) gradients.
-    """
-    if name.partition(" ")[0] in _SHARES:
-        return (1 - min(old, _ALL)) / (1 - min(new, _ALL))
-    return abs(new) / (abs(old) or NO_DECAY)
-
-
 class _Change(NamedTuple):
     first: int  # the first step in which it may have been made
     last: int
@@ -115,12 +105,13 @@ class Changes:
 
 
 def _matters(name: str, old: float, new: float) -> bool:
-    if name.startswith("number "):
-        return True
-    if name.startswith("step counter "):
-        return new < old
-    factor = growth_of(name, old, new)
-    limit = _KEPT if name.startswith("dropout ") else JUMP
+    """Whether the setting ``name``, such as ``"eps of group 0"``, has changed by far, or 1 - s of a share s."""
+    what = name.partition(" ")[0]
+    if what in ("number", "step"):
+        return what == "number" or new < old
+    if what in _SHARES:  # a momentum m averages 1 / (1 - m) gradients
+        old, new = 1 - min(new, _ALL), 1 - min(old, _ALL)
+    factor, limit = abs(new) / (abs(old) or NO_DECAY), _KEPT if what == "dropout" else JUMP
     return factor > limit or factor < 1 / limit
 
 

@@ -80,15 +80,7 @@ class RuleRunner:
         rows = window.measured.get("gradient")
         self.refresh(end, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
-        findings = self._consequences.marked(findings, window)
-        if len(self._rates) == 101 and self._rates[0] > 0 and end is not None:
-            first, middle, last = self._rates[::50]
-            since, start = self._start
-            # A learning rate that has grown by the same factor since the first step: in the end training diverges.
-            is_even = middle > 1.5 * first and 0.8 < (last / middle) / (middle / first) < 1.25
-            if is_even and 0.5 < first / start / (last / first) ** ((end - 101 - since) / 100) < 2:
-                return [replace(finding, severity="info") for finding in findings]
-        return findings
+        return self._consequences.marked(findings, window)
 
     def _in_context(self, finding: Finding, window: Window) -> Finding:
         """``finding`` with what the scalars show before its other causes."""
@@ -111,8 +103,6 @@ class RuleRunner:
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
-        self._rates: list[float] = []
-        self._start = steps, math.inf  # the first step with a learning rate above 0, and this rate
         self.refused_at = -math.inf
         self._changes, self._consequences = Changes(), Consequences({rule.name: rule.explains for rule in self.rules})
         self._remember(steps, scalars)
@@ -120,11 +110,6 @@ class RuleRunner:
 
     def _remember(self, end: int, scalars: Mapping[str, Floats]) -> None:
         """Keeps what later reviews need of the ``scalars`` of the last steps before ``end``."""
-        rates = scalars.get("lr", np.empty(0)).tolist()
-        if math.isinf(self._start[1]):
-            began = (at for at in enumerate(rates, end - len(rates)) if at[1] > 0)
-            self._start = next(began, self._start)
-        self._rates = [*self._rates, *rates][-101:]
         losses = scalars.get("loss", np.empty(0))
         finite = [*self._losses, *losses[np.isfinite(losses)].tolist()]
         self._losses = [*finite[:1], *finite[-1:]]
