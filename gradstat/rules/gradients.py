@@ -142,7 +142,8 @@ class VanishingGradient(LevelRule):
         for shift in self.shifts(window.steps, np.log(norms), -1):
             fall, since = shift.before - shift.after, shift.began - _SETTLING
             is_explained = any(since < step <= shift.step and fall <= most for step, most in self._explaining)
-            if shift.least > math.log(_LEVEL_FACTOR) and not is_explained:
+            # Before that, norms are in motion.
+            if shift.began >= WINDOW and shift.least > math.log(_LEVEL_FACTOR) and not is_explained:
                 yield shift
         last = int(window.steps[-1]) if len(window.steps) else 0
         self._explaining[:] = [change for change in self._explaining if last - change[0] < 2 * _SETTLING]

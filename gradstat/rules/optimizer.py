@@ -89,8 +89,8 @@ class UnusedGradients(Rule):
                 yield self.found(seen.step, "gradients", text, unused=unused, passes=of)
 
 
-# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or 500 of Adam's;
-# a second moment that averages fewer than two. A state is cleared after so many steps at least.
+# A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or 500 of Adam's
+# or after a smaller one; a second moment that averages fewer than two. A state is cleared after so many steps at least.
 _MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN = 0.999, 0.998, 0.5, 20
 _INTERCHANGED = ("momentum (or beta1) and beta2 in the wrong order, or a digit too many or too few",)
 
@@ -115,7 +115,8 @@ class OptimizerMemory(Rule):
     _age, _looked_at = carried(math.nan), carried(0)  # the steps that the state counted at the last look, and its step
 
     def review(self, window: Window) -> Iterable[Finding]:
-        run, most = window.run, _MAX_BETA if window.run.step_size == "rate" else _MAX_MOMENTUM
+        run = window.run
+        most = _MAX_BETA if run.step_size == "rate" or self._usual_until >= 0 else _MAX_MOMENTUM
         for now in window.steps[-1:].tolist():
             if run.momentum <= _MAX_BETA:
                 self._usual_until = now
