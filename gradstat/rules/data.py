@@ -86,10 +86,8 @@ class BatchRange(RowsRule):
         gradients, name, begins_with_norm = window.latest.get("gradient"), rows.names[0], False
         if gradients is not None and gradients.names:
             begins_with_norm = gradients.names[0].endswith("weight") and not gradients.tensors.matrices[0]
-        most, spread = (
-            max(self._highest.get(_LARGEST + one, 0.0) for one in rows.names),
-            float(np.fmax.reduce(rows.std[row])),
-        )
+        most = max(self._highest.get(_LARGEST + one, 0.0) for one in rows.names)
+        spread = float(np.fmax.reduce(rows.std[row]))
         if name == _FIRST_INPUT and rows.tensors.matrices[0] and most == rows.max_abs[row, 0] == 0:
             text = f"the model's input {name} has been 0 everywhere since the first step"
             yield self.found(0, name, text, kind, causes=_FLAT)

@@ -36,16 +36,16 @@ class Shift(NamedTuple):
     step: int
     before: float  # the median of the last values before it
     after: float
-    least: float  # by how much the first values differ from the last ones before, or all from these, if that is less
+    least: float  # the smaller one of two differences: all from before, and the first ones from those right before
 
 
 class LevelRule(Rule):
     """A series whose level changes at once, and lasts.
 
-    Values are compared by rank, so that nothing depends on their scale or tails: all of 8 lie beyond each of the 32
-    before them, or in nearly all pairs those of 16 do. Of independent values, 8 do by chance in 1 of 10 ** 7
-    steps, and 16 in 1 of 300,000. Values that drift lie
-    beyond earlier ones as well, so the first four also differ from the four before them, by `Shift.least`.
+    Values are compared by rank, so that neither their scale nor their tails matter: 8 of them are beyond each of the 32
+    before, or 16 are in all but 48 of the 512 pairs. Of independent values they are by chance in 1 of 8 * 10 ** 7 and
+    in 1 of 3 * 10 ** 6 steps (Mann and Whitney, Annals of Mathematical Statistics 18, 1947). Values that drift are
+    beyond earlier ones as well, so `Shift.least` also has by how much the first four differ from the last four.
     """
 
     _recent, _recent_steps = carried(list[float]()), carried(list[int]())  # the last values
