@@ -579,7 +579,9 @@ CHANGING_SIGN = [*(math.exp(1.5 * math.sin(i * 1.7)) * (-1) ** (i // 5) for i in
 CLIMBS = noisy([*np.linspace(1, 0.1, 100), *[0.1] * 100, *np.linspace(0.1, 0.9, 200)], 0.02)
 SCATTERED = noisy([*[5.0] * 20, *np.linspace(5, 1, 80), *[1.0] * 100], 0.15)
 RISES = noisy([*np.linspace(1, 0.1, 200), *[0.1] * 200, *[0.4] * 64], 0.05)
-FALLING = (np.exp(noisy(np.zeros(260), 0.1)) * np.where(np.arange(260) < 200, 1, 1 / 2.6)).tolist()  # at step 200
+FALLING, LESS = (
+    (np.exp(noisy(np.zeros(260), 0.1)) * np.where(np.arange(260) < 200, 1, 1 / by)).tolist() for by in (2.6, 2.4)
+)  # at step 200
 # Every tenth logarithm of the norm of a model that memorizes one batch: 3 % less in each step, in the end.
 MEMORIZING = np.exp(np.interp(np.arange(250), np.arange(0, 260, 10), [
     -1.93, -1.98, -1.84, -1.82, -1.91, -2.08, -2.32, -2.53, -2.71, -2.92, -3.09, -3.25, -3.37,
@@ -599,13 +601,25 @@ BAD_RANK = report(ok=False, nonfinite=["0.weight"], rank_of=lambda name: 1)
 STORIES: list[tuple[Any, ...]] = [
     ("a NaN in a batch -> nonfinite-batch, info 4 b.weight: has 1 NaN in 64 elements, the first at [0, 0]",
      spoilt("batch", 4), rows_of("batch", {0: healthy_rows()}), rows_of("gradient", {0: healthy_rows(2, nan=1)})),
-    ("inputs far larger -> batch-range, warning 20 x: x is 101; before this step it was at most 1",
-     one("batch", [1.0] * 20 + [101.0], 1), one("batch", [1.0] * 20 + [99.0], 1), one("batch", [1.0] * 19 + [101.0], 1),
-     one("batch", [0.0] * 20 + [101.0], 1)),
-    ("inputs that hardly vary -> batch-range, warning 20 x: had a standard deviation of 0.0099 for 5 steps",
-     one("batch", [1.0] * 20 + [0.0099] * 5, 1), one("batch", [1.0] * 20 + [0.0101] * 5, 1),
-     one("batch", [1.0] * 20 + [0.0] * 4 + [1.0], 1), one("batch", [1.0] * 19 + [0.0] * 5, 1),
-     one("batch", [1.0] * 10 + [0.0] + [1.0] * 10 + [0.0] * 5, 1)),
+    ("inputs far larger -> batch-range, warning 20 x: largest magnitude of x is 101; before, it was between 1 and 1",
+     one("batch", [1.0] * 20 + [101.0], 1), one("batch", [1.0] * 20 + [99.0] * 15, 1),
+     one("batch", [1.0] * 19 + [101.0], 1), one("batch", [0.0] * 20 + [101.0] * 20, 1)),
+    ("inputs that hardly vary -> batch-range, warning 20 x: deviation of x has been about 0.0099 for 16 steps; before,",
+     one("batch", [1.0] * 20 + [0.0099] * 16, 1), one("batch", [1.0] * 20 + [0.0099] * 15 + [1.0], 1),
+     one("batch", [1.0] * 19 + [0.0099] * 30, 1), one("batch", [1.0] * 10 + [0.0] + [1.0] * 10 + [0.0099] * 30, 1)),
+    ("inputs that vary 2 % less -> batch-range, warning 20 x: the standard deviation of x has been about 0.98 for 16",
+     one("batch", [1.0] * 20 + [0.98] * 16, 1), one("batch", [1.0] * 20 + [0.992] * 99, 1),
+     one("batch", [1.0] * 20 + ([0.98] * 15 + [1.0]) * 4, 1)),
+    ("inputs that vary more than ever -> batch-range, warning 20 x: about 2.01 for 16 steps; before, it was between 1",
+     one("batch", [1.0, 1.5] * 10 + [2.01] * 16, 1), one("batch", [1.0, 1.5] * 10 + [1.99] * 99, 1),
+     one("batch", [1.0, 1.5] * 10 + [0.51] * 99, 1), one("batch", [1.0, 1.5] * 10 + [2.01] * 8 + [1.5, 2.01] * 9, 1),
+     one("batch", [1.02**i for i in range(200)], 1)),
+    ("inputs of another mean -> batch-range, warning 20 input[0]: the mean of input[0] has been about 0.31 for 16",
+     inputs([(0.1, 0.4), (0.2, 0.4)] * 10 + [(0.31, 0.4)] * 16),
+     inputs([(0.1, 0.4), (0.2, 0.4)] * 10 + [(0.31, 0.4)] * 15 + [(0.1, 0.4)]),
+     inputs([(0.1, 0.4), (0.2, 0.4)] * 10 + [(0.29, 0.4)] * 99),
+     inputs([(0.1, 0.4), (0.2, 0.4)] * 10 + [(0.01, 0.4)] * 99),
+     inputs([(0.1, 0.4), *[(0.2, 0.4)] * 18] + [(0.31, 0.4)] * 16)),
     ("zero inputs -> batch-range, warning 0 input[0]: has been 0 everywhere since the first step", zero_inputs(20),
      zero_inputs(19), zero_inputs(20, "input[1]"), zero_inputs(20, shape=(64,)),
      zero_inputs(20, "input[0]", "input[1]"), zero_inputs(20, size=1.0)),
@@ -617,9 +631,9 @@ STORIES: list[tuple[Any, ...]] = [
     ("inputs far from 0 -> batch-range, warning 0 input[0]: a mean of 101 and a standard deviation of only 1, since",
      inputs([(101.0, 1.0)] * 20), inputs([(99.0, 1.0)] * 20), inputs([(101.0, 1.0)] * 19),
      inputs([(101.0, 0.0)] * 20), inputs([(101.0, 1.0)] * 20, first=(64,)), inputs([(101.0, 1.0)] * 20, shape=(64,))),
-    ("a mask that is scaled -> batch-range, warning 20 input[0]: had a standard deviation of 0.0049 for 5 steps",
-     inputs([(0.5, 0.5)] * 20 + [(0.0049, 0.0049)] * 5), inputs([(0.5, 0.5)] * 20 + [(0.0, 0.0)] * 5),
-     inputs([(0.5, 0.5)] * 20 + [(1.0, 0.0)] * 5)),
+    ("inputs that become a mask -> batch-range, warning 20 input[0]: the mean of input[0] has been about 0.5 for 16",
+     inputs([(0.0, 0.5)] * 20 + [(0.5, 0.5)] * 16), inputs([(0.5, 0.5)] * 20 + [(0.0, 0.0)] * 20 + [(1.0, 0.0)] * 20),
+     inputs([(1.0, 0.0)] * 20 + [(0.5, 0.5)] * 20)),
     ("a label too many -> label-out-of-range, error 3 batch[1]: the labels batch[1] run from 0 to 4; expected 0 to 3",
      seen("label", LABELS), seen("other", LABELS)),
     ("equal samples -> constant-feature, warning 50 x: all samples of a batch are the same in x",
@@ -672,8 +686,9 @@ STORIES: list[tuple[Any, ...]] = [
     ("a negative rate -> learning-rate-jump, error 5 lr: the learning rate is -1.0", rates([1.0] * 5 + [-1.0] * 5)),
     ("a rate that stays 0 -> learning-rate-jump, warning 5 lr: the learning rate has been 0 for 20 steps",
      rates([1.0] * 5 + [0.0] * 20), rates([1.0] * 5 + [0.0] * 19 + [0.1]), rates([0.0] * 30)),
-    ("a rate that fades later -> learning-rate-jump, warning 107 lr: falls from 1 to 0.0009226 within 50 steps",
-     rates([1.0] * 60 + [0.85**i for i in range(60)]), rates([1.0] * 60 + [0.9**i for i in range(50)] + [0.9**50] * 60),
+    ("a rate that fades later -> learning-rate-jump, warning 106 lr: falls from 1 to 0.001767 within 75 steps",
+     rates([1.0] * 60 + [0.85**i for i in range(47)]), rates([1.0] * 60 + [0.85**i for i in range(46)]),
+     rates([1.0] * 60 + [0.9**i for i in range(58)] + [0.9**58] * 60), rates([0.925**i for i in range(300)]),
      rates([1 + math.cos(math.pi * i / 200) for i in range(200)]), rates([1 - i / 200 for i in range(200)])),
     ("a warm-up of 1,000 steps -> long-warm-up, warning 0 lr: come to the 0.01 that its scheduler warms up to after",
      warming(EVEN[:49], planned=900), warming(EVEN[:49], planned=1100), warming(EVEN[:48], planned=900),
@@ -711,7 +726,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("what is frozen -> optimizer-coverage, info 0 x: is frozen", covered({"frozen": ["x"]})),
     ("what is frozen later -> optimizer-coverage, info 5 x: is frozen", covered({}, {"frozen": ["x"]})),
     ("most of the model is frozen later -> optimizer-coverage, warning 5 x: is frozen", frozen("", "x")),
-    ("half of the model is frozen later -> optimizer-coverage, info 5 x: is frozen", frozen("", "x", rows=8)),
+    ("a ninth of the model is frozen later -> optimizer-coverage, warning 5 x: is frozen", frozen("", "x", rows=1)),
+    ("a little is frozen later -> optimizer-coverage, info 5 x: is frozen", frozen("", "x", rows=1, names="xyz")),
     ("trained weights are frozen -> optimizer-coverage, info 0 x: is frozen", frozen("x")),
     ("new weights are frozen -> optimizer-coverage, warning 0 x: and looks newly initialised: nothing has trained it",
      frozen("x", rows=2, largest=1.7)),
@@ -840,14 +856,24 @@ STORIES: list[tuple[Any, ...]] = [
      losses([*LOSSES, 0.5, 0.5, 0.5, 0.5])),
     ("losses that rise in five steps -> loss-spike, warning 99 loss: jumps to 1.02 from about 0.3145",
      losses([*LOSSES, *rising(5)]), losses([*LOSSES, *rising(50, 0.7)])),
-    ("losses that climb and stay -> loss-spike, warning 106 loss: rises from about 0.3074 to about 1.047",
-     losses([*LOSSES, *rising(25)]), losses([*LOSSES, *rising(100)[:60]])),
+    ("losses that rise in eight steps -> loss-spike, warning 101 loss: rises from about 0.3099 to about 0.6",
+     losses([*LOSSES, *rising(8, 0.6)]), losses([*LOSSES, *rising(25)]), losses([*LOSSES, *rising(100)[:60]])),
+    ("losses that rise by a little -> loss-spike, warning 96 loss: rises from about 0.3019 to about 0.46, and stays",
+     losses([*LOSSES, *[0.46] * 8]), losses([*LOSSES, *[0.44] * 64]), losses([*LOSSES, *[0.46] * 7, 0.3, 0.3, 0.3])),
+    ("a level that two losses leave -> loss-spike, warning 96 loss: rises from about 0.3019 to about 0.6, and stays",
+     losses([*LOSSES, *[0.6] * 7, 0.28, 0.301, *[0.6] * 7]), losses([*LOSSES, *[0.6] * 7, 0.28, 0.28, *[0.6] * 7])),
+    ("a level after 32 others -> loss-spike, warning 32 loss: rises from about 1 to about 2, and stays there",
+     losses([1.0] * 32 + [2.0] * 8), losses([1.0] * 31 + [2.0] * 8), losses([1.0] * 32 + [1.39] * 60)),
+    ("a quarter of the way back -> loss-spike, warning 120 loss: rises from about 1.994 to about 2.417, and stays",
+     losses([3.0] * 20 + noisy([2.0] * 100 + [2.4] * 16, 0.1)),
+     losses([3.0] * 20 + noisy([2.0] * 100 + [2.1] * 64, 0.1)),
+     losses([3.0] * 20 + noisy([2.0] * 60 + [2.4] * 16, 0.1))),
     ("losses that rise from step to step -> loss-spike, warning 96 loss: jumps to 1.5 from about 0.3019",
      losses([*LOSSES, 1.5, 3.0, 5.0, 9.0])),
-    ("a level far below the first losses -> loss-spike, warning 160 loss: rises from about 1.609 to about 4",
+    ("a level far below the first losses -> loss-spike, warning 160 loss: rises from about 1.602 to about 4",
      losses(HIGH), losses([*HIGH[:160], *HIGH[64:160]])),
     ("a level that rises by half under noise -> loss-spike, warning 200 loss: rises from about",
-     losses([*SCATTERED, *noisy([1.7] * 64, 0.15)]), losses([*SCATTERED, *noisy([1.45] * 64, 0.15)]),
+     losses([*SCATTERED, *noisy([1.7] * 64, 0.15)]), losses([*SCATTERED, *noisy([1.25] * 64, 0.15)]),
      losses([loss - 0.7 for loss in [*SCATTERED, *noisy([1.7] * 64, 0.15)]])),
     ("a rise of some losses -> loss-spike, warning 143 loss: is 0.485, up from 0.1 at its lowest",
      losses([*SETTLED, *[1.2, 1.2, 0.1, 0.1, 0.1] * 6]), losses([*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
@@ -931,7 +957,7 @@ STORIES: list[tuple[Any, ...]] = [
     ("gradients that vanish by layers -> vanishing-gradient, warning 0 0.weight: of 0.weight is 1e-06 times that of",
      layers(1e-6), layers(1e-4)),
     ("a level that falls -> vanishing-gradient, warning 200 norm: falls from about", norms(FALLING),
-     norms(MEMORIZING),
+     norms(MEMORIZING), norms(LESS), norms(FALLING[101:]),
      gradients((200, healthy_rows()), (60, [*healthy_rows()[:2], ABSENT]), scalars={"norm": FALLING}),
      norms(FALLING, lr=[0.1] * 199 + [0.02] * 61)),
     ("a level that falls by far after a changed rate -> vanishing-gradient, warning 200 norm: falls from about",
@@ -1244,6 +1270,12 @@ def test_why_steps_are_tiny_depends_on_the_optimizer(story: Story, causes: list[
     assert all(map(str.startswith, found.causes, causes))
 
 
+def test_a_rate_that_grows_by_the_same_factor_excuses_nothing() -> None:
+    values = [*LOSSES, *[12.1] * 64]
+    story = losses(values, lr=[1e-6 * 1.1**i for i in range(len(values))])
+    assert "warning 96 loss" in places(findings(new("loss-spike"), story.windows(32)))
+
+
 def test_the_newest_rows_keep_no_others_alive() -> None:
     rows = Table(each(range(3), healthy_rows())).within(0, 3)
     assert rows is not None
@@ -1254,9 +1286,9 @@ def test_the_newest_rows_keep_no_others_alive() -> None:
 @pytest.mark.parametrize(
     ("first", "lr", "values"),
     [
-        ("if it stays there, a change at this step", [1e-3] * 200, [*LOSSES, *[12.1] * 104]),
+        ("inputs, labels or targets changed at this step", [1e-3] * 200, [*LOSSES, *[12.1] * 104]),
         ("the learning rate, which rose from 0.001 to 0.3", [1e-3] * 90 + [0.3] * 110, [*LOSSES, *[12.1] * 104]),
-        ("if it stays there, a change at this step", [1e-3] * 98 + [0.3] * 102, [*LOSSES, *[12.1] * 104]),
+        ("inputs, labels or targets changed at this step", [1e-3] * 98 + [0.3] * 102, [*LOSSES, *[12.1] * 104]),
         ("a loss with the wrong sign", [1e-3] * 200, [1.0, *[-100.0 - i % 7 for i in range(150)], *[-30.0] * 49]),
     ],
 )
@@ -1287,7 +1319,7 @@ def multiplied(loss: float, norm: float) -> Story:
     return losses([*LOSSES, *[loss * LOSSES[-1]] * 104], finite_norm=[0.3] * 96 + [0.3 * norm] * 104)
 
 
-NO_CHANGE = "if it stays there, a change at this step"
+NO_CHANGE = "inputs, labels or targets changed at this step"
 
 
 @pytest.mark.parametrize(
@@ -1390,6 +1422,29 @@ def test_decays_are_found_under_whatever_name_and_what_forgets_nothing_or_all_is
     assert (settings["second_moment_decay"], settings["momentum"]) == (decay, momentum)
     story = Story(40, run=RunSettings(**settings))
     assert len(findings(new("optimizer-memory"), story.windows(9))) == is_told
+
+
+@pytest.mark.parametrize(
+    ("step_size", "before", "later", "told"),
+    [
+        ("gradient", 0.9, 0.9985, [20]),
+        ("gradient", 0.998, 0.9985, [20]),
+        ("gradient", 0.9, 0.998, []),
+        ("gradient", 0.9985, 0.9985, []),  # of SGD, up to 0.999 may be meant
+        ("rate", 0.9985, 0.9985, [0]),
+    ],
+)
+def test_a_momentum_that_has_grown_is_told_of_every_optimizer(
+    step_size: str, before: float, later: float, told: list[int]
+) -> None:
+    for size in (1, 5, 20):
+        windows = [
+            replace(window, run=RunSettings(step_size=step_size, momentum=before if window.steps[0] < 20 else later))
+            for window in Story(40).windows(size)
+        ]
+        found = findings(new("optimizer-memory"), windows)
+        assert [one.step for one in found] == told
+        assert all(f"the momentum (or beta1) of the optimizer is {later}" in one.text for one in found)
 
 
 @pytest.mark.parametrize(
