@@ -485,9 +485,9 @@ LOGITS_AS_THEY_ARE: dict[str, Loss] = {
 # What happens -> the only finding, or a part of it; "nothing"; or behind "no" what no finding says, behind "also" what
 # one of several says.
 STORIES: dict[str, Callable[[], list[Finding]]] = {
-    "in bytes -> batch-range, warning 40 input[0]: the largest magnitude in input[0] is":
+    "in bytes -> batch-range, warning 40 input[0]: the largest magnitude of input[0] is":
         lambda: inputs(from_step(40, lambda x: 255 * x)),
-    "equal -> batch-range, warning 40 input[0]: input[0] has been 0.1 everywhere":
+    "equal -> batch-range, warning 40 input[0]: the standard deviation of input[0] has been about":
         lambda: inputs(from_step(40, lambda x: torch.full_like(x, 0.1))),
     "one sample -> constant-feature, warning 0 input[0]": lambda: inputs(lambda step: normal(step)[:1].repeat(16, 1)),
     "a grid beside what was measured on it -> nothing": lambda: on_a_grid(varies=True),

@@ -1270,12 +1270,6 @@ def test_why_steps_are_tiny_depends_on_the_optimizer(story: Story, causes: list[
     assert all(map(str.startswith, found.causes, causes))
 
 
-def test_a_rate_that_grows_by_the_same_factor_excuses_nothing() -> None:
-    values = [*LOSSES, *[12.1] * 64]
-    story = losses(values, lr=[1e-6 * 1.1**i for i in range(len(values))])
-    assert "warning 96 loss" in places(findings(new("loss-spike"), story.windows(32)))
-
-
 def test_the_newest_rows_keep_no_others_alive() -> None:
     rows = Table(each(range(3), healthy_rows())).within(0, 3)
     assert rows is not None
