@@ -14,7 +14,7 @@ from gradstat.rules.base import LastingRule, RowsRule, Rule, bounded, carried, m
 from gradstat.rules.rows import Floats, Rows, Window
 
 _STATISTICS = ("mean of ", "standard deviation of ", "largest magnitude of ")
-_LARGEST = _STATISTICS[-1]
+_, _SPREAD, _LARGEST = _STATISTICS
 # So many measurements tell the range of a statistic. What lies beyond it by its width, and by this part of its larger
 # end, in so many measurements in a row is another input. A largest magnitude so many times that before is told at once.
 _KNOWN, _MARGIN, _LASTS, _FACTOR = 20, 0.01, 16, 100.0
@@ -46,7 +46,7 @@ class BatchRange(RowsRule):
     causes = ("inputs that are normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("inspect the samples with the extreme values", "normalise and clip the inputs in the data loader")
 
-    # By statistic and input: the range so far, and steps in a row beyond it; by input how often it was measured.
+    # By statistic and input: the range so far, and steps in a row beyond it, and how often it was measured.
     _lowest, _highest = carried(dict[str, float]()), carried(dict[str, float]())
     _beyond, _seen = carried(dict[str, int]()), carried(dict[str, int]())
 
@@ -59,8 +59,8 @@ class BatchRange(RowsRule):
                 if math.isfinite(numbers[0]) and not (is_binary[row, i] and f"{_LARGEST}{name}" not in self._highest):
                     for what, value in zip(_STATISTICS, numbers, strict=True):
                         yield from self._compare(what, name, step, kind, value)
-                self._seen[name] = self._seen.get(name, 0) + 1
-            if self._seen[rows.names[0]] == _KNOWN:
+            self._seen[kind] = self._seen.get(kind, 0) + 1
+            if self._seen[kind] == _KNOWN:
                 yield from self._judge_first(window, rows, row, kind)
 
     def _compare(self, what: str, name: str, step: int, kind: str, value: float) -> Iterator[Finding]:
@@ -68,7 +68,8 @@ class BatchRange(RowsRule):
         key = what + name
         low, high = self._lowest.get(key, value), self._highest.get(key, value)
         margin = max(high - low, _MARGIN * max(-low, high))
-        is_beyond = self._seen.get(name, 0) >= _KNOWN and not low - margin <= value <= high + margin
+        known = self._seen[key] = self._seen.get(key, 0) + 1
+        is_beyond = known > _KNOWN and not low - margin <= value <= high + margin
         count = self._beyond[key] = self._beyond.get(key, 0) + 1 if is_beyond else 0
         is_far = is_beyond and what == _LARGEST and value > _FACTOR * high > 0
         lasts = count == _LASTS and what != _LARGEST
@@ -77,9 +78,10 @@ class BatchRange(RowsRule):
         if (is_far or lasts) and self.begins(name, step):
             now = f"is {value:.3g}" if is_far else f"has been about {value:.3g} for {count} steps"
             text = f"the {what}{name} {now}; before, it was between {low:.3g} and {high:.3g}"
-            causes = _FLAT + self.causes if value * _FACTOR < low else self.causes
-            since = step - (count - 1) * lasts
-            yield self.found(since, name, text, kind, causes=causes, value=value, low=low, high=high)
+            causes = _FLAT + self.causes if what == _SPREAD and value * _FACTOR < low else self.causes
+            yield self.found(
+                step - (count - 1) * lasts, name, text, kind, causes=causes, value=value, low=low, high=high
+            )
 
     def _judge_first(self, window: Window, rows: Rows, row: int, kind: str) -> Iterator[Finding]:
         """Judges all inputs, once their largest magnitudes in the first steps are known."""

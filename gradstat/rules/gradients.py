@@ -130,7 +130,7 @@ class VanishingGradient(LevelRule):
             yield from self._layer_by_layer(rows)
 
     def _falls(self, window: Window) -> Iterator[Shift]:
-        """As `shifts`, of the logarithms of norms; without those that something else explains."""
+        """As `shifts`, of the logarithms of norms; not what else explains, nor of the first steps, which differ anyway."""
         rows, norms = window.measured.get("gradient"), window.scalars.get("norm", np.empty(0))
         if rows is not None:
             counts = [self._present, *rows.present.sum(1).tolist()]
@@ -142,7 +142,6 @@ class VanishingGradient(LevelRule):
         for shift in self.shifts(window.steps, np.log(norms), -1):
             fall, since = shift.before - shift.after, shift.began - _SETTLING
             is_explained = any(since < step <= shift.step and fall <= most for step, most in self._explaining)
-            # Before that, norms are in motion.
             if shift.began >= WINDOW and shift.least > math.log(_LEVEL_FACTOR) and not is_explained:
                 yield shift
         last = int(window.steps[-1]) if len(window.steps) else 0

@@ -65,8 +65,9 @@ class LevelRule(Rule):
             for row in np.flatnonzero(crossed <= most).tolist():
                 before, after = median(older[row, -_LAST:]), median(newer[row])
                 at_once = median(newer[row, :_FIRST]) - median(older[row, -_FIRST:])
-                at = len(self._recent) - len(every) + row + 1 - count
-                began, showed = self._recent_steps[at], self._recent_steps[at + count - 1]
+                # It began where the sum of signs around the middle, from there on, is largest.
+                length = int(np.sign(newer[row, ::-1] - (before + after) / 2).cumsum().argmax())
+                began, showed = (self._recent_steps[row - len(every) - back] for back in (length, 0))
                 found.append(Shift(began, showed, sign * before, sign * after, min(after - before, at_once)))
         del self._recent[: -_OLDER - _PAIRS[-1][0] + 1], self._recent_steps[: -_OLDER - _PAIRS[-1][0] + 1]
         return sorted(found, key=lambda shift: shift.step)

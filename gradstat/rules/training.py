@@ -16,7 +16,7 @@ from gradstat._core.text import count_of
 from gradstat.guard import THRESHOLD
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import CLIP
-from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Rule, carried, numbered, same_for, series
+from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Records, Rule, carried, numbered, same_for, series
 from gradstat.rules.course import look_fresh
 from gradstat.rules.rows import Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
@@ -32,9 +32,9 @@ _RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
 # The initial loss need only exceed the lowest by 1 / `_FALLEN` if the median of these losses exceeds it by `_ABOVE` as
 # well, and their mean twice that of the first `_RECENT` of the window: errors of values that grow rise slowly.
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
-# A level that stays has risen by this share of itself or by `LOST_PROGRESS` of the way back to the beginning, and by
-# this share of that, which is nothing to one that has converged.
-_RISEN, _OF_FIRST = 0.4, 0.05
+# A level that stays has risen by the first share of itself, or by `LOST_PROGRESS` of a way of the second share of the
+# beginning; by the third share of that, which is nothing to one that has converged; and further than ever as clearly.
+_RISEN, _PROGRESS, _OF_FIRST, _MORE = 0.4, 0.23, 0.05, 1.5
 _FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 
@@ -69,6 +69,7 @@ class LossSpike(SpikeRule, LevelRule):
 
     _lowest, _error = carried(math.inf), carried(0.0)  # the lowest mean of a window, and its standard error
     _least = carried(math.inf)  # the lowest mean of `_RECENT` values
+    _rises_so_far = carried(Records(2))  # where levels rose, and by which share of themselves
 
     def __init__(self, series: str = "loss", sigmas: float = THRESHOLD) -> None:
         super().__init__()
@@ -151,14 +152,15 @@ class LossSpike(SpikeRule, LevelRule):
             yield self.found(step, self.series, text, causes=causes, mean=mean, lowest=lowest)
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
-        beginning, size = self.beginning(), abs(shift.before)
+        beginning = self.beginning()
         progress = beginning - shift.before
         # The level of a loss that may be negative says nothing about its size.
-        least = _RISEN * (size if min(self._values, default=0.0) > 0 else max(size, progress))
-        if progress > 0 and len(self._values) >= WINDOW:  # before that, losses are in motion
-            least = min(least, LOST_PROGRESS * progress)
-        least = max(least, _OF_FIRST * abs(beginning))
-        if shift.least > least and self.begins("leap", shift.step):
+        scale = max(abs(shift.before), progress * (min(self._values, default=0.0) <= 0))
+        lost = LOST_PROGRESS * progress if progress > _PROGRESS * abs(beginning) else math.inf
+        usual = max((rise for step, rise in self._rises_so_far if step < shift.began - _RECENT), default=0.0)
+        self._rises_so_far[:] = [*self._rises_so_far[-WINDOW:], [shift.began, shift.least / max(scale, 1e-300)]]
+        least = max(min(_RISEN * scale, lost), _OF_FIRST * abs(beginning), _MORE * usual * scale)
+        if shift.least > least and len(self._values) >= WINDOW and self.begins("leap", shift.step):
             text = f"the {self.series} rises from about {shift.before:.4g} to about {shift.after:.4g}, and stays there"
             yield self.found(shift.began, self.series, text, loss=shift.after, median=shift.before)
 
