@@ -130,7 +130,7 @@ class VanishingGradient(LevelRule):
             yield from self._layer_by_layer(rows)
 
     def _falls(self, window: Window) -> Iterator[Shift]:
-        """As `shifts`, of the logarithms of norms; not what else explains, nor of the first steps, which differ anyway."""
+        """As `shifts`, of the logarithms of norms; but what else explains, and the first ones, which vary."""
         rows, norms = window.measured.get("gradient"), window.scalars.get("norm", np.empty(0))
         if rows is not None:
             counts = [self._present, *rows.present.sum(1).tolist()]
