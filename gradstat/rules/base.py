@@ -250,7 +250,7 @@ def around(values: Sequence[float], at: int, before: int, within: int) -> tuple[
 def risen(
     before: Sequence[float], after: Sequence[float], count: int, of: Callable[[Sequence[float]], float] = median
 ) -> float | None:
-    """How high a loss or norm has risen, or None if it has not: the one answer to that for all rules.
+    """How high a loss or norm has risen, or None if it has not: the one answer where the step is known.
 
     It has if ``count`` values in a row ``after`` a step are above all ``before``: their median, or ``of`` them.
     """

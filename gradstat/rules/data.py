@@ -69,11 +69,11 @@ class BatchRange(RowsRule):
         low, high = self._lowest.get(key, value), self._highest.get(key, value)
         margin = max(high - low, _MARGIN * max(-low, high))
         known = self._seen[key] = self._seen.get(key, 0) + 1
-        is_beyond = known > _KNOWN and not low - margin <= value <= high + margin
+        is_far = known > _KNOWN and what == _LARGEST and value > _FACTOR * high > 0
+        is_beyond = known > _KNOWN and what != _LARGEST and not low - margin <= value <= high + margin
         count = self._beyond[key] = self._beyond.get(key, 0) + 1 if is_beyond else 0
-        is_far = is_beyond and what == _LARGEST and value > _FACTOR * high > 0
-        lasts = count == _LASTS and what != _LARGEST
-        if not is_far and (lasts or not is_beyond or what == _LARGEST):
+        lasts = count == _LASTS
+        if not is_far and (lasts or not is_beyond):
             self._lowest[key], self._highest[key] = min(low, value), max(high, value)
         if (is_far or lasts) and self.begins(name, step):
             now = f"is {value:.3g}" if is_far else f"has been about {value:.3g} for {count} steps"

@@ -6,7 +6,7 @@ import heapq
 import math
 import operator
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -329,10 +329,10 @@ def _look_new(names: list[str], window: Window) -> bool:
     return bool(2 * (which & are_weights).sum() >= are_weights.sum()) and look_fresh(rows, -1, which)
 
 
-def _share_of(names: Collection[str], window: Window) -> float:
+def _share_of(names: list[str], window: Window) -> float:
     """The share of all elements that the parameters ``names`` have; 0 if it is not known."""
     parameters = window.latest.get("parameter")
     if parameters is None:
         return 0.0
     numel = parameters.tensors.numel
-    return float(numel[np.isin(parameters.names, [*names])].sum() / max(numel.sum(), 1))
+    return float(numel[np.isin(parameters.names, names)].sum() / max(numel.sum(), 1))
