@@ -18,14 +18,16 @@ from gradstat.monitor.probes.optimizer import ids_of
 from gradstat.monitor.recorder import Recorder
 from gradstat.monitor.unwatched import Unwatched
 
-# So many steps are heard until it listens no more, unless one had a tiny limit: a program makes its calls in one order
-# in all steps.
+# So many steps tell whether a program clips before it unscales: it makes its calls in one order in all steps.
 _STEPS = 16
 _TINY = 1e-3  # the largest limit that is noted; programs clip to norms from 0.01 to 10
 
 
 class Clips:
     """Notes the limit of a clip, as the scalar ``"tiny_clip"`` if it is tiny, and in the first steps as another.
+
+    It listens as long as the monitor, since a limit may change in the middle of a run. For a model of 100 parameters
+    that takes NUMBER us per step.
 
     That is ``"scaled_clip"``, if gradients are clipped and unscaled afterwards: in this order, since a program may also
     unscale by hand before it clips. It hears torch's clips and gradstat's, in the thread that trains, and reads no
@@ -40,7 +42,7 @@ class Clips:
         """For the scaler of ``recorder``; unless it ``listens``, another listener passes on what that one hears."""
         self.optimizer, self._recorder, self._unwatched = unwrapped(optimizer), recorder, unwatched
         self._scaler = recorder.scaler if recorder.is_scaled else None
-        self._watched, self._is_tiny = ids_of(optimizer), False
+        self._watched = ids_of(optimizer)
         self._thread, self._left, self.is_over = threading.get_ident(), _STEPS, False
         self._clipped: set[int] = set()  # ids of parameters whose gradients were clipped since the step was measured
         self._limit: Any = None
@@ -60,7 +62,6 @@ class Clips:
             with self._unwatched.suppress_errors(0, "the order of clips and loss scalers could not be tracked"):
                 those = set(map(id, parameters))
                 if is_tiny and not self.is_over and self._watched <= those:
-                    self._is_tiny = True
                     is_of_elements = isinstance(limit, ElementLimit)
                     numel = sum(parameter.numel() for parameter in parameters) if is_of_elements else 1
                     self._recorder.note("tiny_clip", limit * math.sqrt(numel))
@@ -69,20 +70,14 @@ class Clips:
 
     def _hear(self, those: set[int], scaler: Any, limit: Any) -> None:
         if scaler is None and not is_still_scaled(self._scaler, self.optimizer):
-            self._end(_STEPS)  # the program clips what it has unscaled
+            self._left = 0  # the program clips what it has unscaled
         elif scaler is None and not self.is_over:
             self._clipped, self._limit = those, limit
         elif scaler is self._scaler:
             if not self._clipped.isdisjoint(those) and isinstance(self._limit, (int, float)):
                 self._recorder.note("scaled_clip", float(self._limit))
             self._clipped = set()
-            self._end(1)
-
-    def _end(self, count: int) -> None:
-        """Counts steps that were heard; it hears no more if these are enough, unless a limit was tiny."""
-        self._left = max(self._left - count, 0)
-        if not self._left and not self._is_tiny:
-            self.remove()
+            self._left -= 1
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Is no concern of this listener, as a backward pass is none."""
@@ -101,5 +96,3 @@ class Clips:
         """Notes that the gradients are used."""
         if optimizer is self.optimizer:
             self.is_over, self._clipped = True, set()
-            if self._scaler is None:
-                self._end(1)

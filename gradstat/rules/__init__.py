@@ -3,9 +3,9 @@
 from gradstat.rules.base import Rule
 from gradstat.rules.beginnings import (
     ConstantWeights,
+    EvalMode,
     FarBeginning,
     HeavyDropout,
-    IdleBatchNorm,
     TinyWeights,
 )
 from gradstat.rules.clips import ScaledClip, TinyClip
@@ -39,7 +39,7 @@ from gradstat.rules.optimizer import (
 from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, SoftmaxDimension, UnrelatedOutputs
 from gradstat.rules.resumption import NotRestored
 from gradstat.rules.training import LossSpike, OptimizerCoverage
-from gradstat.rules.weights import NonpositiveParameter, OverwrittenParameter, ParameterJump, UnchangedParameter
+from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
 
 RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
@@ -65,7 +65,6 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteParameter,
     ParameterJump,
     OverwrittenParameter,
-    NonpositiveParameter,
     NonfiniteBuffer,
     # Its forward pass.
     NonfiniteActivation,
@@ -82,7 +81,7 @@ RULES: tuple[type[Rule], ...] = (
     # Its results.
     UnchangedParameter,
     HeavyDropout,
-    IdleBatchNorm,
+    EvalMode,
     ConstantWeights,
     TinyWeights,
     FarBeginning,

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from gradstat._core.text import count_of
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import RowsRule, Rule, carried, median, same_for, series, sizes_of_weights
+from gradstat.rules.base import Rule, carried, median, same_for, series, sizes_of_weights
 from gradstat.rules.course import SOON, LearningRule
 from gradstat.rules.gradients import NEVER_INITIALISED
 from gradstat.rules.rows import Bools, Rows, Window
@@ -41,37 +42,32 @@ class HeavyDropout(Rule):
                 yield self.found(step, "dropped", text, share=share)
 
 
-class IdleBatchNorm(RowsRule):
-    """Batch norms that are trained in eval mode: their running statistics are still 0 and 1 after fifty steps.
+class EvalMode(Rule):
+    """A model that is trained in eval mode, so that its dropouts and batch norms do nothing, for 16 steps in a row.
 
-    They then normalise by these initial values, not by the batch.
+    It is not reported if some module is in training mode, as where only batch norms are frozen on purpose.
     """
 
-    name = "idle-batch-norm"
-    kinds = ("buffer",)
-    explains = ("no-learning", "unrelated-outputs")
-    causes = ("model.eval() was called, and model.train() was not called after it", "a batch norm with momentum=0")
+    name = "eval-mode"
+    explains = ("loss-spike", "no-learning", "unrelated-outputs")
+    causes = (
+        "model.eval() was called, and model.train() was not called after it",
+        "a model that from_pretrained() has loaded, which is in eval mode",
+    )
     advice = ("call model.train() before training, and after each evaluation",)
 
-    _LOOK = 50  # the first step in which buffers are measured again
+    _STEPS = 16
 
-    _is_over = carried(False)
+    _since = carried(-1)  # the step since which it is
 
-    def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
-        gradients, step = window.latest.get("gradient"), int(rows.steps[-1])
-        if self._is_over or gradients is None or step < self._LOOK:
-            return
-        self._is_over = True
-        lows, highs = rows.field("min")[-1], rows.field("max")[-1]
-        means, ones = ({rows.names[i] for i in np.flatnonzero((lows == to) & (highs == to))} for to in (0, 1))
-        layers = [name.rpartition(".")[0] for name in rows.names if name.endswith("running_var") and name in ones]
-        layers = [layer for layer in layers if f"{layer}.running_mean" in means]
-        has_gradient = gradients.of(tuple(f"{layer}.weight" for layer in layers)).l2_norm[-1] > 0
-        idle = [layer for layer, is_trained in zip(layers, has_gradient, strict=True) if is_trained]
-        if idle:
-            text = f"the batch norm {idle[0]} is trained in eval mode: its running mean and variance are still 0 and 1 "
-            text += f"after {step} steps" + same_for(len(idle))
-            yield self.found(0, idle[0], text, "module", modules=idle[:20])
+    def review(self, window: Window) -> Iterable[Finding]:
+        idle = window.run.settings.get("number of idle modules", 0)
+        for step in window.steps[-1:].tolist():
+            began = int(window.steps[0]) if self._since < 0 else self._since
+            self._since = began if idle else -1
+            if idle and step - began >= self._STEPS and self.begins("", step):
+                text = f"the model is trained in eval mode: {count_of(int(idle), 'dropout or batch norm')} do nothing"
+                yield self.found(began, "model", text, "module", modules=idle)
 
 
 class FarBeginning(LearningRule):

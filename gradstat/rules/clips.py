@@ -39,10 +39,9 @@ class ScaledClip(Rule):
 
 
 class TinyClip(Rule):
-    """Gradients that are clipped to 0.001 or less, a hundred times below their norm in each of 64 steps.
+    """Gradients that are clipped to 0.001 or less, a hundred times below their norm in each of 32 steps.
 
-    Steps of SGD whose learning rate makes up for it are not reported: they follow normalised gradients on purpose. In a
-    loop that calls `Monitor.step`, the first steps tell whether the program clips so.
+    Steps of SGD whose learning rate makes up for it are not reported: they follow normalised gradients on purpose.
     """
 
     name = "tiny-clip"
@@ -51,7 +50,7 @@ class TinyClip(Rule):
     advice = ("clip to about the usual gradient norm, or to 1",)
 
     # Conventions of gradstat: programs clip to 0.01 or more. A step of SGD is the rate times the limit at most.
-    _TIMES, _STEPS, _REACH = 100.0, 64, 1e-3
+    _TIMES, _STEPS, _REACH = 100.0, 32, 1e-3
 
     _norm, _least = carried(math.nan), carried(math.inf)  # of the last step, and the lowest of those in a row
     _in_a_row = carried(0)

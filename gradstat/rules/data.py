@@ -13,11 +13,12 @@ from gradstat.recording.kinds import INPUT_KINDS
 from gradstat.rules.base import LastingRule, RowsRule, Rule, bounded, carried, median
 from gradstat.rules.rows import Floats, Rows, Window
 
-_STATISTICS = ("mean of ", "standard deviation of ", "largest magnitude of ")
-_, _SPREAD, _LARGEST = _STATISTICS
+_STATISTICS = ("number of elements of ", "mean of ", "standard deviation of ", "largest magnitude of ")
+_COUNT, _, _SPREAD, _LARGEST = _STATISTICS
 # So many measurements tell the range of a statistic. What lies beyond it by its width, and by this part of its larger
-# end, in so many measurements in a row is another input. A largest magnitude so many times that before is told at once.
-_KNOWN, _MARGIN, _LASTS, _FACTOR = 20, 0.01, 16, 100.0
+# end, in so many measurements in a row is another input. A largest magnitude so many times that before is told at once,
+# and a number of elements if it falls to this part of the smallest.
+_KNOWN, _MARGIN, _LASTS, _FACTOR, _FEWER = 20, 0.01, 16, 100.0, 0.25
 # No initialisation expects inputs that are all smaller than these: a largest magnitude, and a standard deviation. Of
 # some input of 44 public programs the latter is 0.2 or more.
 _TINY, _NARROW = 0.05, 0.005
@@ -29,16 +30,17 @@ _FLAT = (
     "inputs that are zero: never filled, masked out entirely, or multiplied by 0",
     "inputs that are normalised twice, or by a standard deviation that is far too large",
 )
+_BATCH = ("a batch size that has become far smaller: a single sample, for example", "inputs that are cut off")
 _SMALL = (_FLAT[1], "inputs in a unit in which all values are tiny, or that are divided by 255 twice")
 
 
 class BatchRange(RowsRule):
     """Inputs that leave their previous range, are all zero or tiny, or were never normalised.
 
-    Their mean or standard deviation lies far beyond its earlier values for 16 steps, or their largest magnitude once
-    beyond a hundred times these. The last two concern the first steps: all inputs have no other values, or have a
-    standard deviation below 0.005 and no magnitude of 0.05, or one has a mean of a hundred standard deviations, unless
-    a model begins with a norm. A mask, of zeros and ones, may have any values.
+    Their mean or standard deviation lies far beyond its earlier values for 16 steps, or their number falls to a quarter
+    of these, or their largest magnitude once exceeds a hundred times these. The last two concern the first steps: all
+    inputs have no other values, or have a standard deviation below 0.005 and no magnitude of 0.05, or one has a mean of
+    a hundred standard deviations, unless a model begins with a norm. A mask, of zeros and ones, may have any values.
     """
 
     name = "batch-range"
@@ -52,11 +54,12 @@ class BatchRange(RowsRule):
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         is_binary = (rows.field("min") >= 0) & (rows.field("sum") == rows.field("sq_sum"))
-        values = np.stack([rows.mean, rows.std, rows.max_abs], -1).tolist()
+        counts = np.broadcast_to(rows.numel, rows.mean.shape)
+        values = np.stack([counts, rows.mean, rows.std, rows.max_abs], -1).tolist()
         for row, (step, of_step) in enumerate(zip(rows.steps.tolist(), values, strict=True)):
             for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
                 # A mask may be the same everywhere, but not an input that had other values before.
-                if math.isfinite(numbers[0]) and not (is_binary[row, i] and f"{_LARGEST}{name}" not in self._highest):
+                if math.isfinite(numbers[1]) and not (is_binary[row, i] and f"{_LARGEST}{name}" not in self._highest):
                     for what, value in zip(_STATISTICS, numbers, strict=True):
                         yield from self._compare(what, name, step, kind, value)
             self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -70,7 +73,8 @@ class BatchRange(RowsRule):
         margin = max(high - low, _MARGIN * max(-low, high))
         known = self._seen[key] = self._seen.get(key, 0) + 1
         is_far = known > _KNOWN and what == _LARGEST and value > _FACTOR * high > 0
-        is_beyond = known > _KNOWN and what != _LARGEST and not low - margin <= value <= high + margin
+        is_inside = value >= _FEWER * low if what == _COUNT else low - margin <= value <= high + margin
+        is_beyond = known > _KNOWN and what != _LARGEST and not is_inside
         count = self._beyond[key] = self._beyond.get(key, 0) + 1 if is_beyond else 0
         lasts = count == _LASTS
         if not is_far and (lasts or not is_beyond):
@@ -78,7 +82,8 @@ class BatchRange(RowsRule):
         if (is_far or lasts) and self.begins(name, step):
             now = f"is {value:.3g}" if is_far else f"has been about {value:.3g} for {count} steps"
             text = f"the {what}{name} {now}; before, it was between {low:.3g} and {high:.3g}"
-            causes = _FLAT + self.causes if what == _SPREAD and value * _FACTOR < low else self.causes
+            causes: tuple[str, ...] = (*_FLAT * (what == _SPREAD and value * _FACTOR < low), *self.causes)
+            causes = _BATCH if what == _COUNT else causes
             yield self.found(
                 step - (count - 1) * lasts, name, text, kind, causes=causes, value=value, low=low, high=high
             )

@@ -34,15 +34,16 @@ def _change_in_words(grown: float) -> str:
 
 
 class NegativeLoss(LearningRule):
-    """A negative loss that cannot be negative with the right sign: of a classifier, of squares or of magnitudes."""
+    """A loss that is minus a mean or sum of squares or magnitudes, or that falls far below zero, and ever faster."""
 
     name = "negative-loss"
     explains = ("equal-targets", "exploding-gradient", "vanishing-gradient")
     causes = (*WRONG_SIGN, "a term of the loss with the wrong sign")
     advice = ("change the sign of the loss, unless a lower loss means a better model",)
 
-    # A loss is that of guessing, up to its sign, between these shares of it.
-    _CLOSE = 0.75, 1.25
+    # Below zero by so many times its first value, or by so much, where that is less. Logarithms of densities fall less
+    # and less, and to no such values per sample.
+    _FAR = 30.0
 
     def judge(self, window: Window) -> Iterable[Finding]:
         steps, _, losses = window.losses
@@ -54,16 +55,12 @@ class NegativeLoss(LearningRule):
         yield from self._take(window)
 
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
-        step, last, soon = int(window.steps[row]), self._recent[-SOON:], self._first[:SOON]
-        if self._classes < 2 or self._count < SOON + HALF or max(last) >= min(0.0, *soon):
+        if self._count < SOON + HALF or window.run.has_other_optimizer:
             return
-        usual, (low, high) = math.log(self._classes), self._CLOSE
-        least = usual + 2 * max(0.0, -median(soon))
-        if low * usual < -median(soon) < high * usual:
-            least = high * usual  # minus the loss of guessing, and worse than that
-        if -median(last) > least:
-            text = f"the loss has fallen to {last[-1]:.4g}, but that of a classifier has a lower bound, usually 0"
-            yield from self._found_once(step, "loss", text, loss=last[-1])
+        first, (before, middle, now) = median(self._first[:SOON]), np.median(np.reshape(self._recent[-48:], (3, -1)), 1)
+        if now < -self._FAR * max(abs(first), 1.0) and middle - now > before - middle > 0:
+            text = f"the loss has fallen from about {first:.4g} to about {now:.4g}, ever faster"
+            yield from self._found_once(int(window.steps[row]), "loss", text, loss=now)
 
 
 class GrowingWeights(LearningRule):

@@ -151,7 +151,7 @@ class OptimizerMemory(Rule):
         return self.found(step, "optimizer", text, causes=_INTERCHANGED, advice=(f"use {usual}",), value=value)
 
 
-# The square roots of all elements are below eps, or this if that is less, which is the eps that torch's optimizers have
+# The root of the mean is below eps, or this if that is less, which is the eps that torch's optimizers have
 # if none is given; a larger one is chosen to dominate, as in PPO.
 _USUAL_EPS = 1e-8
 
@@ -176,17 +176,17 @@ class SmallSecondMoment(RowsRule):
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         eps = window.run.optimizer_eps
-        limit, largest = min(eps, _USUAL_EPS) ** 2, rows.field("max")
+        limit = min(eps, _USUAL_EPS) ** 2
         # All zero means no gradient yet, which other rules report.
-        low = rows.tensors.matrices & (largest < limit) & (largest > 0)
+        low = rows.tensors.matrices & (rows.mean < limit) & (rows.mean > 0)
         for row in np.flatnonzero(low.any(1)).tolist():
             fresh = [i for i in np.flatnonzero(low[row]).tolist() if self.begins(rows.names[i], rows.steps[row])]
             if not fresh:
                 continue
             i = fresh[0]
-            name, value = rows.names[i], largest[row, i]
-            text = f"no element of {kind} of {name} exceeds {value:.3g}: eps ({eps:g}) dominates its updates"
+            name, value = rows.names[i], rows.mean[row, i]
+            text = f"the mean of {kind} of {name} is {value:.3g}: eps ({eps:g}) dominates its updates"
             text += same_for(len(fresh))
-            evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
+            evidence = {"mean": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
             severity: Severity = self.severity if 2 * low[row].sum() >= rows.tensors.matrices.sum() else "info"
             yield self.found(rows.steps[row], name, text, kind, severity, **evidence)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Records, carried, median
-from gradstat.rules.course import LearningRule
+from gradstat.rules.course import SOON, SPAN, LearningRule
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Window
 
@@ -102,8 +102,8 @@ class EqualTargets(LearningRule):
     _BITS, _MOST_BITS = 16, 4
     _MOST = 100  # batches that are kept, which is more than any of these needs
     # From the start, targets that are no labels count only if samples have few, since a centre that all samples are
-    # drawn to has many.
-    _FEW = 4
+    # drawn to has many, or if the loss falls to this share of the first one.
+    _FEW, _COLLAPSED = 4, 0.01
 
     # Labels differ more between the first batches than within them, as an analysis of variance says. The limit of F is
     # higher where the variance may be that of fewer than `_USUAL` rare labels, which one batch may have by chance. Of
@@ -120,6 +120,7 @@ class EqualTargets(LearningRule):
         # A discriminator may get real and made samples in passes of their own.
         for seen in () if window.run.has_other_optimizer else window.observed("outputs"):
             step, facts, fit, is_policy = seen.step, seen.value, seen.value.fit, False
+            yield from self._take(window, step)
             loss = window.value("loss", int(window.steps.searchsorted(step)))
             are_equal = None if fit is None else _are_equal(fit, loss)
             if loss < 0:
@@ -134,7 +135,8 @@ class EqualTargets(LearningRule):
                     yield from self._judge_spread(facts)
             elif are_equal is not None and fit is not None and not self._has_labels:  # else none of them has a gradient
                 is_one, label, count = are_equal, 0, int(fit.samples)
-                may_begin = fit.squares > 0 and fit.elements <= self._FEW * fit.samples and not fit.are_errors
+                is_few = fit.elements <= self._FEW * fit.samples
+                may_begin = fit.squares > 0 and not fit.are_errors and (is_few or self._has_collapsed())
             else:
                 continue
             if is_one:
@@ -144,6 +146,11 @@ class EqualTargets(LearningRule):
             else:
                 self._alike, self._differ = self._alike + len(self._labels), self._differ + 1
                 self._labels.clear()
+        yield from self._take(window)
+
+    def _has_collapsed(self) -> bool:
+        """Whether the loss has fallen as that of a constant does, which a bias alone can learn."""
+        return self._count > SPAN and median(self._recent) < self._COLLAPSED * median(self._first[:SOON])
 
     def _judge_spread(self, facts: OutputFacts) -> Iterator[Finding]:
         """Judges how labels differ between the first batches."""
@@ -211,12 +218,16 @@ def _is_head(window: Window, classes: int) -> bool:
     return any(len(shape) > 1 and shape[0] == classes for shape in shapes)
 
 
+_RAW = ("targets in a raw unit, such as dollars or pixels, where outputs are of the order of 1",)
+_STANDARDISE = ("standardise the targets: subtract their mean and divide by their standard deviation",)
+
+
 class UnrelatedOutputs(LearningRule):
-    """Outputs that are not correlated with their targets after 240 steps.
+    """Outputs that are not correlated with their targets after 240 steps, or vary far less than these after 96.
 
     Targets are derived from the gradient of the outputs: exactly for cross-entropies of one prediction per sample and
-    for squared errors, and approximately for other losses of one term, while these are flat. The last 8 batches that
-    were inspected count, and nothing is reported while the learning rate still rises.
+    for squared errors, and approximately for classes and for other losses of one term, while these are flat. The last 8
+    batches that were inspected count, and nothing is reported while the learning rate still rises.
     """
 
     name = "unrelated-outputs"
@@ -237,6 +248,13 @@ class UnrelatedOutputs(LearningRule):
     # A loss of another kind is flat from this share of the first 64 losses on. Gradients tell its residuals unless some
     # samples weigh far more than others: errors relative to targets near 0 have an evenness up to 0.055.
     _FLAT, _EVEN = 0.7, 0.06
+
+    # Targets that vary so many times as much as outputs after so many steps, and a correlation that is none by chance,
+    # if the loss is flat. Conventions.
+    _FAR, _GROW, _FOLLOWS = 10.0, 96, 0.25
+    # Of more classes, logits of a trained model have a small correlation with labels, too: each is mostly that of other
+    # classes. The share of the loss of guessing from which on a loss is that of classes.
+    _CLASSES, _LEAST = 64, 0.5
 
     # The last batches that tell what squares are multiplied by, and whether outputs follow their targets.
     _BATCHES = 8
@@ -262,11 +280,22 @@ class UnrelatedOutputs(LearningRule):
                 continue
             is_flat = median(self._recent) > self._FLAT * median(self._first)
             has_one_term = not (window.run.loss_is_sum or facts.classes or facts.takes_one)
-            is_known |= loss > 0 and has_one_term and fit.evenness > self._EVEN and is_flat
+            is_like_squares = loss > 0 and has_one_term and fit.evenness > self._EVEN
+            # Of several labels for each sample, whose correlation is hardly larger at another scale if there is none.
+            # The loss of a policy, which weighs labels by returns, is far from that of guessing.
+            is_of_few = facts.classes <= self._CLASSES and loss > self._LEAST * math.log(max(facts.classes, 1))
+            are_several = facts.labels > fit.samples and is_of_few
+            are_squares, is_known = is_known, is_known or (is_flat and (is_like_squares or are_several))
             related = min((fit.outputs - scale * fit.cross) / math.sqrt(fit.outputs * targets), 1.0)
             self._related = [*self._related, related][-self._BATCHES :] if is_known else []
-            if len(self._related) == self._BATCHES and not self._is_warm_up:
-                yield from self._judge_related(step, loss)
+            is_far = are_squares and fit.squares > 0 and is_flat and targets > self._FAR**2 * fit.outputs
+            does_follow = is_far and np.mean(self._related[-3:]) > self._FOLLOWS
+            if does_follow and self._GROW <= step < 2 * self._GROW:
+                times = math.sqrt(targets / fit.outputs)
+                text = f"outputs follow their targets, but after {step} steps these still vary {times:,.0f} times as "
+                yield from self._found_once(0, "loss", text + "much", causes=_RAW, advice=_STANDARDISE, times=times)
+            elif len(self._related) == self._BATCHES and not self._is_warm_up:
+                yield from self._judge_related(step, loss, are_several)
         yield from self._take(window)
 
     def _scale_of(self, fit: Fit, loss: float) -> tuple[float, bool]:
@@ -284,12 +313,12 @@ class UnrelatedOutputs(LearningRule):
         is_known = len(ratios) > 2 and changes and not all(differ)
         return 2 / ratio * (1.0 if is_known else self._OF_SQUARES), is_known
 
-    def _judge_related(self, step: int, loss: float) -> Iterator[Finding]:
+    def _judge_related(self, step: int, loss: float, is_estimate: bool) -> Iterator[Finding]:
         related = float(np.mean(self._related))
         error = float(np.std(self._related, ddof=1)) / math.sqrt(self._BATCHES)
         if related > max(self._RELATED, self._MANY * error):
             self._is_over = step >= self._STEPS
             self._since = step
-        elif step >= self._STEPS and related < min(self._RELATED, self._FEW * error):
+        elif step >= self._STEPS and related < min(self._RELATED, is_estimate + self._FEW * error):
             text = f"the correlation of outputs and targets is {related:.2g} after {step} steps, no more than by chance"
             yield from self._found_once(self._since, "loss", text, correlation=related, loss=loss)

@@ -278,11 +278,11 @@ class OptimizerCoverage(Rule):
             text = f"step() of the optimizer was called in {taken or 'none'} of the last {rests} steps, though its "
             text += "parameters changed in all of them"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
-
-        if taken and beside >= max(_BESIDE, rests / 2) and self.begins("beside", seen.step):
+        elif beside >= max(_BESIDE, rests / 2) and self.begins("beside", seen.step):
             text = f"another optimizer ({seen.value.beside}) steps the same parameters: it took {beside} steps in the "
             text += f"last {rests}, beside {taken} of the optimizer that is watched"
-            yield self.found(seen.step - rests, "optimizer", text, causes=_TWO, advice=_KEEP_ONE, steps=beside)
+            causes, advice = (_TWO, _KEEP_ONE) if taken else (_REPLACED, _KEEP)
+            yield self.found(seen.step - rests, "optimizer", text, causes=causes, advice=advice, steps=beside)
 
     def _not_thawed(self, seen: Observation, window: Window) -> Iterable[Finding]:
         """Reports a network that was trainable and is frozen in all steps of its optimizer, where networks take turns.

@@ -1,4 +1,4 @@
-"""Rules about weights: out of place, overwritten, unchanged, no longer positive."""
+"""Rules about weights: out of place, overwritten, unchanged."""
 
 from __future__ import annotations
 
@@ -138,6 +138,8 @@ _MOVES = 1e-5
 # less than this share of what it was then.
 _STOPS, _AS_STRONG = 1e-3, 0.1
 _SET_BACK = "code that sets back or rounds the weights after each step: a restored copy, quantization to few values"
+# Significant bits, those of bfloat16, and the share of weights that have no more; one has by chance in 1 of 2 ** 32.
+_COARSE, _SOME = 8, 0.25
 # Not under Adam, whose steps do not depend on the size of gradients.
 _TINY = "gradients that are clipped to a tiny norm, or a loss that is multiplied by almost 0"
 _HARDLY = (_SET_BACK, "a learning rate that is far too low")
@@ -162,7 +164,7 @@ class Average(NamedTuple):
 
 
 class UnchangedParameter(Rule):
-    """A parameter that has gradients and does not change, or all weights of a model that change by next to nothing.
+    """A parameter that has gradients and does not change, or weights that change by next to nothing or are rounded.
 
     It is an info if some parameter groups have a learning rate of 0. How far a weight has moved is estimated from its
     sum and its range. It is also reported if a frozen parameter or buffer in 16 bits, which is an average of a weight
@@ -185,6 +187,7 @@ class UnchangedParameter(Rule):
         "if the weights are bfloat16, keep float32 master weights or use stochastic rounding",
     )
 
+    _had_bits = carried(False)  # whether weights had more significant bits than `_COARSE` once
     _measured, _since = carried(0), carried(PerName(0))  # the last look, and the first at which each was the same
     _norms = carried(PerName(math.nan))
     _means, _ranges = carried(PerName(math.nan)), carried(PerName(math.nan))  # sums and ranges over norms
@@ -209,6 +212,12 @@ class UnchangedParameter(Rule):
         rows, gradients = window.measured.get("parameter"), window.measured.get("gradient")
         if rows is None or gradients is None:
             return
+        for step, share in zip(rows.steps.tolist(), _coarse(rows).tolist(), strict=True):
+            if share > _SOME and self._had_bits and self.begins("bits", step):
+                text = f"the smallest and the largest element of {share:.0%} of all weights have {_COARSE} significant "
+                text += "bits or fewer, and had more before: weights are rounded after each step"
+                yield self.found(step, "weights", text, "parameter", None, (_SET_BACK,), share=share)
+            self._had_bits |= share <= _SOME
         names, gradients = rows.names, gradients.of(rows.names)
         since, norms = self._since.values_for(names), self._norms.values_for(names)
         for row, step in enumerate(rows.steps.tolist()):
@@ -237,7 +246,7 @@ class UnchangedParameter(Rule):
                 rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
                 rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
                 severity: Severity = "info" if rests else self.severity
-                causes = self.led_by(_ROUNDED) if _is_half(rows, fresh[0]) else None
+                causes = self.led_by(_ROUNDED) if _is_half(rows.tensors.infos[names.index(fresh[0])]) else None
                 yield self.found(began, fresh[0], text, "parameter", severity, causes, parameters=fresh[:20])
 
     def _hardly(self, window: Window, rows: Rows, steps: int, step: int, moves: Floats) -> Iterable[Finding]:
@@ -255,14 +264,22 @@ class UnchangedParameter(Rule):
             name = rows.names[int((moves == moved).argmax())]
             more = {"moved": moved, "steps": steps}
             causes = _HARDLY if window.run.second_moment_decay else (_TINY, *_HARDLY[::-1])
-            causes = (_ROUNDED, *causes) if _is_half(rows, name) else causes
+            causes = (_ROUNDED, *causes) if _is_half(rows.tensors.infos[rows.names.index(name)]) else causes
             yield self.found(step - steps, name, text, "parameter", None, causes, _LARGER, **more)
         if rate > 0 and not moved < usual:
             self._usual, self._strength = moved / steps / rate, strength
 
 
-def _is_half(rows: Rows, name: str) -> bool:
-    info = rows.tensors.infos[rows.names.index(name)]
+def _coarse(rows: Rows) -> Floats:
+    """``[m]``: the share of weights in 32 bits or more whose extremes have few significant bits, and are no bounds."""
+    kept = [i for i, info in enumerate(rows.tensors.infos) if rows.tensors.matrices[i] and not _is_half(info)]
+    extremes = np.stack([rows.field("min"), rows.field("max")])[:, :, kept]
+    bits = np.frexp(extremes)[0] * 2.0**_COARSE
+    are_coarse = ((bits == np.rint(bits)) & (extremes != 0)).all(0) & (extremes[0] != -extremes[1])
+    return np.asarray(are_coarse.mean(1) if kept else np.zeros(len(rows)))
+
+
+def _is_half(info: Any) -> bool:
     return info is not None and info.dtype.itemsize <= 2
 
 
@@ -359,46 +376,3 @@ def _foreign(moves: Moves, rate: float) -> list[str]:
         return is_written or moves.distances.get(name, 0.0) > _SPARE * rate * moves.steps > 0
 
     return [name for name, count in moves.changes.items() if is_foreign(name, count)]
-
-
-class NonpositiveParameter(Rule):
-    """A parameter whose logarithm, root or reciprocal the loss takes has fallen below 0, or close to 0.
-
-    Which parameters these are is read from the graph of the first loss; all their elements were positive when first
-    measured. They are measured once more when the monitor is detached or the program ends.
-    """
-
-    name = "nonpositive-parameter"
-    judges_end = True
-    explains = ("nonfinite-loss", "nonfinite-gradient", "loss-spike", "exploding-gradient")
-    quiet = 1000
-    causes = (
-        "a standard deviation, rate or temperature that is trained directly, so that nothing keeps it positive",
-        "a learning rate that is too high for this parameter",
-    )
-    advice = (
-        "train its logarithm and use exp() of it; or use softplus() of it plus a small number",
-        "clamp it from below after each step",
-    )
-
-    # Of the smallest element at first. A convention of gradstat: a fit to nearly noiseless data may go far down, too.
-    _NEAR = 1e-3
-
-    _at_first = carried(PerName(math.nan))
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.measured.get("parameter")
-        if rows is None:
-            return
-        at_first, least = self._at_first.values_for(rows.names), rows.field("min")
-        np.copyto(at_first, least[0], where=np.isnan(at_first))
-        for i, name in enumerate(rows.names):
-            words, first = window.run.positive.get(name), float(at_first[i])
-            if words is None or not 0 < first < math.inf:
-                continue
-            for row in np.flatnonzero(least[:, i] < self._NEAR * first).tolist():
-                if self.begins(name, rows.steps[row]):
-                    now = float(least[row, i])
-                    what = "" if rows.tensors.numel[i] == 1 else "the smallest element of "
-                    text = f"{what}{name} is {now:.3g}, down from {first:.3g} at the start; the loss takes {words}"
-                    yield self.found(rows.steps[row], name, text, "parameter", before=first, now=now)

@@ -650,7 +650,8 @@ STORIES: dict[str, Callable[[], list[Finding]]] = {
         f"{name}, equal from the beginning -> no targets are equal": functools.partial(fit, name, same)
         for name in ("logits", "probabilities", "several labels")
     },
-    "a centre of many elements -> nothing": lambda: fitted(lambda x, y: (x - 0.3).square().mean(), score, 12),
+    "a centre of many elements, once learned -> all targets are equal":
+        lambda: fitted(lambda x, y: (x - 0.3).square().mean(), score, 12),
     "outputs that are errors -> nothing": lambda: fitted(lambda x, y: x.square().mean(), score),
     "a linear loss that stays the same -> no correlation":
         lambda: fitted(lambda x, y: (x.detach() - x).mean() - 4, score),

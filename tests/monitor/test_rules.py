@@ -152,24 +152,10 @@ def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x", **
     return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)], **more)
 
 
-def scales(*least: float, words: Mapping[str, str] = {"x": "its logarithm"}) -> Story:
-    """Like `one`, of parameters whose smallest elements are these, and what the loss takes of which."""
-    rows = {50 * i: [row(1.0, min=value)] for i, value in enumerate(least)}
-    return rows_of("parameter", rows, names=("x",), shapes=[(64,)], run=RunSettings(positive=words))
-
-
-def adam(kind: str, values: Sequence[float], eps: float = 1e-8) -> Story:
-    """Like `one`, for an optimizer whose eps is known."""
-    return one(kind, values, run=RunSettings(optimizer_eps=eps))
-
-
-def normalised(variance: float = 1.0, mean: float = 0.0, steps: int = 51, gradient: float = 0.1) -> Story:
-    """The running statistics of a batch norm at first and in step 50, and the gradient of its weight."""
-    cells = [row(mean, 8, 0 if mean else 8), row(variance, 8, min=variance)]
-    gradients = Table({step: [row(gradient, 8, 0 if gradient else 8)] for step in (0, 50)}, ("a.weight",), ((8,),))
-    names, shapes = ("a.running_mean", "a.running_var"), [(8,), (8,)]
-    rows = {step: cells for step in (0, 50) if step < steps}
-    return rows_of("buffer", rows, steps, names=names, shapes=shapes, tables={"gradient": gradients})
+def adam(*squares: float, eps: float = 1e-8) -> Story:
+    """Second moments of these means, every 50 steps."""
+    rows = {50 * i: [row(mean, mean=mean)] for i, mean in enumerate(squares)}
+    return rows_of("exp_avg_sq", rows, names=("x",), shapes=[(8, 8)], run=RunSettings(optimizer_eps=eps))
 
 
 def constant(*values: float, **batch: Any) -> Story:
@@ -482,7 +468,7 @@ def learning(
     return Story(len(losses), {"loss": losses, **scalars}, tables, looks)
 
 
-def clipped(limit: float, steps: int = 65, gaps: int = 0, lr: float = 0.1) -> Story:
+def clipped(limit: float, steps: int = 33, gaps: int = 0, lr: float = 0.1) -> Story:
     """Steps of SGD with gradients of norm 1, that are clipped in all steps but the last and ``gaps`` before."""
     limits = [math.nan, *[limit] * (steps - 1 - gaps), *[math.nan] * gaps]
     return series("tiny_clip", limits, RunSettings(step_size="gradient"), finite_norm=[1.0] * steps, lr=[lr] * steps)
@@ -740,7 +726,9 @@ STORIES: list[tuple[Any, ...]] = [
     ("what is frozen at first, without a rival -> optimizer-coverage, info 0 x: is frozen",
      not_thawed(9, has_other_optimizer=False)),
     ("two optimizers -> optimizer-coverage, warning 0 optimizer: another optimizer (SGD) steps the same parameters",
-     beside(50, 25), beside(50, 24), beside(0, 50), beside(50, 15, every=20)),
+     beside(50, 25), beside(50, 24), beside(50, 15, every=20)),
+    ("an optimizer made anew in each step -> optimizer-coverage, warning 0 optimizer: beside 0 of the optimizer that",
+     beside(0, 25), beside(0, 24)),
     ("another one trains -> optimizer-coverage, warning 50 optimizer: was called in 2 of the last 50 steps",
      progress((0, 0), (50, 50), (2, 50)), progress((0, 0), (50, 50), (2, 49)), progress((0, 0), (50, 50), (3, 50)),
      progress((0, 0), (0, 50))),
@@ -760,13 +748,12 @@ STORIES: list[tuple[Any, ...]] = [
      covered(*[{"age": 1.0, "all_steps": steps} for steps in (100, 200, 300)]),
      covered({"age": 1.0, "all_steps": 100}, {"age": 90.0, "all_steps": 200}, {"age": 1.0, "all_steps": 300}),
      covered(*[{"age": 1.0, "all_steps": steps} for steps in (1, 2, 3)]), covered(*[{"all_steps": 100}] * 3)),
-    ("a tiny second moment -> small-second-moment, warning 50 x: exceeds 9e-17: eps (1e-08) dominates its updates",
-     adam("exp_avg_sq", [1.0, 0.9e-16]),
-     adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [1.1e-16] * 5, eps=1e-5), adam("exp_avg_sq", [0.0] * 5),
-     one("exp_avg_sq", [0.9e-16] * 5)),
-    ("a second moment in a branch that begins small -> small-second-moment, info 0 x: exceeds 9e-17",
-     rows_of("exp_avg_sq", each((0, 50, 100), [row(0.9e-16), row(), row()]), names="xyz", shapes=[(8, 8)] * 3,
-             run=RunSettings(optimizer_eps=1e-8))),
+    ("a tiny second moment -> small-second-moment, warning 50 x: of x is 9e-17: eps (1e-08) dominates its updates",
+     adam(1.0, 0.9e-16), adam(*[1.1e-16] * 5), adam(*[1.1e-16] * 5, eps=1e-5), adam(*[0.0] * 5),
+     adam(*[0.9e-16] * 5, eps=0.0)),
+    ("a second moment in a branch that begins small -> small-second-moment, info 0 x: of x is 9e-17",
+     rows_of("exp_avg_sq", each((0, 50, 100), [row(1, mean=0.9e-16), *[row(mean=1)] * 2]), names="xyz",
+             shapes=[(8, 8)] * 3, run=RunSettings(optimizer_eps=1e-8))),
     ("a NaN in a parameter -> nonfinite-parameter, error 50 b.weight: 1 NaN in 64 elements", spoilt("parameter", 50),
      rows_of("parameter", {0: healthy_rows()}), rows_of("buffer", {0: healthy_rows(2, nan=1)})),
     ("a weight that jumps -> parameter-jump, error 50 x: the largest magnitude in x jumps from 1 to 101",
@@ -807,10 +794,6 @@ STORIES: list[tuple[Any, ...]] = [
     ("a weight that moves too far -> overwritten-parameter, warning 51 b.weight: its value then is 0.1, against 0.9",
      written(EACH, EACH, distance=1.6), written(EACH, EACH, distance=1.4), written(EACH, EACH, distance=9, cosine=0.9),
      written(EACH, EACH, distance=9, step_size=""), written(EACH, EACH, distance=1.6, rates=[0.01] * 99 + [0.02] * 9)),
-    ("a scale that falls -> nonpositive-parameter, warning 50 x: of x is -0.001, down from 1 at the start; the loss",
-     scales(1, -1e-3), scales(1, 1.1e-3), scales(1, -1e-3, words={}), scales(0, -1e-3)),
-    ("a scale near 0 -> nonpositive-parameter, warning 100 x: the smallest element of x is 0.0019, down from 2 at the",
-     scales(2, 0.1, 1.9e-3), scales(2, 0.1, 2.1e-3)),
     ("a weight that grows -> overwritten-parameter, warning 101 b.weight: its norm went from 9.6 to 20",
      resized(1, 1.1, 1.2, 2.5), resized(1, 1.1, 1.2, 2.3), resized(1, 1.5, 1.6, 5.0), resized(1, 1.1, 1.2, 0.1),
      resized(1, 1.1, 1.2, 2.5, changes=EACH)),
@@ -992,8 +975,8 @@ STORIES: list[tuple[Any, ...]] = [
      series("scaled_clip", [math.nan, math.nan, 31.0, 31.0], loss_scale=[1024.0] * 4),
      series("scaled_clip", [33.0] * 4, loss_scale=[1024.0] * 4), series("scaled_clip", [1.0] * 4, loss_scale=[1.0] * 4),
      series("scaled_clip", [1.0] * 4)),
-    ("a clip to next to nothing -> tiny-clip, warning 0 norm: their norm was at least 1 in 64 steps: 10,000 times the",
-     clipped(1e-4), clipped(1e-4, 64), clipped(0.011), clipped(1e-4, gaps=1), clipped(1e-4, lr=20.0)),
+    ("a clip to next to nothing -> tiny-clip, warning 0 norm: their norm was at least 1 in 32 steps: 10,000 times the",
+     clipped(1e-4), clipped(1e-4, 32), clipped(0.011), clipped(1e-4, gaps=1), clipped(1e-4, lr=20.0)),
     ("a loss at chance -> no-learning, warning 0 loss: is 2.1 after 256 steps; guessing among 8 classes gives 2.079",
      learning([2.1] * 300), learning([2.1] * 255), learning([2.1] * 300, right=0.6), learning([1.0] * 300),
      learning([2.1] * 300, is_seen=False), alone([2.1] * 300, loss_is_sum=True),
@@ -1010,15 +993,14 @@ STORIES: list[tuple[Any, ...]] = [
      alone([4.0] * 16 + [2.773] * 284, 0.01), alone([2.773] * 300, 0.01, loss_is_sum=True),
      alone([2.773] * 300, 0.01, has_other_optimizer=True)),
     ("a last layer of several weights -> no-learning, warning 0 loss: is 2.1 after 256 steps", splines("b.base")),
-    ("a loss without a lowest value -> negative-loss, warning 63 loss: has fallen to -8.2",
-     learning([-3.0] * 40 + [-8.2] * 88), learning([-3.0] * 40 + [-8.0] * 88),
-     learning([-3.0] * 40 + [-8.2, 1.0] * 44)),
+    ("a loss without a lowest value -> negative-loss, warning 63 loss: from about 2 to about -61, ever faster",
+     losses([2.0] * 16 + [1.0] * 16 + [-20.0] * 16 + [-61.0] * 16), losses([2.0] * 16 + [1.0] * 32 + [-59.0] * 16),
+     losses([2.0] * 16 + [1.0] * 16 + [-31.0] * 16 + [-61.0] * 16), losses([2.0] * 16 + [1.0] * 32 + [-61.0] * 16),
+     losses([2.0] * 16 + [1.0] * 16 + [-20.0] * 16 + [-61.0] * 16, run=RIVAL)),
     ("minus magnitudes -> negative-loss, warning 2 loss: is -0.1: a mean or sum of numbers that are never",
      losses([0.2, 0.1, -0.1], run=RunSettings(loss_has_no_sign=True)), losses([0.2, 0.1, -0.1]),
      losses([0.2, 0.1, 0.0], run=RunSettings(loss_has_no_sign=True)),
      losses([-0.1] * 9, run=RunSettings(loss_has_no_sign=True, has_other_optimizer=True))),
-    ("minus the loss of guessing -> negative-loss, warning 47 loss: has fallen to -2.7",
-     learning([-2.1] * 16 + [-2.7] * 32), learning([-2.1] * 16 + [-2.5] * 40), learning([-2.1] * 16 + [-2.7] * 31)),
     ("certain from the beginning -> far-beginning, warning 0 loss: begins at 5.3; guessing among 8 classes gives 2.079",
      learning([5.3] + [1.0] * 40, certain=0.4), learning([5.1] + [1.0] * 40, certain=0.4),
      learning([5.3] + [1.0] * 40, certain=0.2), learning([5.3] + [1.0] * 40, certain=0.9, right=0.8)),
@@ -1064,8 +1046,8 @@ STORIES: list[tuple[Any, ...]] = [
      set_to({"dropout of a.drop": 0.9, "dropout of b.drop": 1.0}), set_to({"dropout of a.drop": 0.89})),
     ("a dropout that is a function -> heavy-dropout, warning 0 dropped: sets 0.9 of its input to zero",
      series("dropped", [0.9, math.nan]), series("dropped", [0.89, math.nan])),
-    ("a batch norm in eval mode -> idle-batch-norm, warning 0 a: eval mode: its running mean and variance are still 0",
-     normalised(), normalised(variance=0.9), normalised(mean=0.1), normalised(steps=50), normalised(gradient=0.0)),
+    ("a model in eval mode -> eval-mode, warning 0 model: is trained in eval mode: 2 dropout or batch norms do",
+     set_to({"number of idle modules": 2.0}), set_to({"number of idle modules": 2.0}, every=16)),
     ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: come from a sigmoid",
      looking([facts(activation=Activation.SIGMOID)]), looking([facts()])),
     ("a ReLU before a softmax -> activation-before-softmax, warning 0 logits: come from a ReLU",

@@ -7,6 +7,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd as _Dropout
 
@@ -32,7 +33,6 @@ class ModelFacts(Probe):
 
     Attributes:
         in_float16: The names of parameters of another dtype whose gradients are computed in float16, by autocast.
-        positive: By name, parameters of which only positive values make sense, and what the loss takes of them.
         loss_is_sum: Whether the loss has several terms, of which some may be detached.
         loss_has_no_sign: Whether the loss is, up to a factor, of numbers that are never negative.
     """
@@ -43,7 +43,6 @@ class ModelFacts(Probe):
         super().__init__(run)
         self.period = run.settings.periods["parameters"]
         self.in_float16: tuple[str, ...] = ()
-        self.positive: dict[str, str] = {}
         self.loss_is_sum = self.loss_has_no_sign = False
         self._graph: LossGraph | None = None  # until it was observed
 
@@ -64,9 +63,6 @@ class ModelFacts(Probe):
             pairs = zip(named.names(), named.parameters, strict=True)
             self.in_float16 = tuple(name for name, p in pairs if id(p) in half and p.dtype is not torch.float16)
         if self._graph is not None:
-            positive = {id(leaf()): words for leaf, words in self._graph.positive}
-            pairs = zip(named.names(), named.parameters, strict=True)
-            self.positive = {name: positive[id(p)] for name, p in pairs if id(p) in positive}
             if self._graph.activated is not None:
                 step.observe("activated", self._graph.activated)
             step.observe("idle", self._idle(named))
@@ -116,16 +112,23 @@ _DROPOUTS = ("dropout", "attention_dropout", "dropout_p", "dropout_prob", "drop_
 
 
 def settings_of(model: nn.Module) -> dict[str, float]:
-    """What modules are set to, by name: the largest dropout of each in training mode, and counts of what trains."""
-    settings, are_training, trained = dict[str, float](), 0, 0
+    """What modules are set to, by name: the largest dropout of each in training mode, and counts of what trains.
+
+    If no module is in training mode, the number of those that behave differently in eval mode is there as well.
+    """
+    settings, are_training, trained, idle = dict[str, float](), 0, 0, 0
     for name, module in model.named_modules():
         held = vars(module)  # not getattr, which may run code of the module
         trained += sum(p is not None and p.requires_grad for p in module._parameters.values())
-        if module.training:
-            are_training += 1
-            shares = [held.get(key) for key in (("p",) if isinstance(module, _Dropout) else _DROPOUTS)]
-            if shares := [share for share in shares if isinstance(share, float) and 0 <= share <= 1]:
-                settings[f"dropout of {name or 'the model'}"] = max(shares)
+        shares = [held.get(key) for key in (("p",) if isinstance(module, _Dropout) else _DROPOUTS)]
+        shares = [share for share in shares if isinstance(share, float) and 0 <= share <= 1]
+        if not module.training:
+            idle += isinstance(module, _BatchNorm) or any(shares)
+            continue
+        are_training += 1
+        if shares:
+            settings[f"dropout of {name or 'the model'}"] = max(shares)
+    settings |= {"number of idle modules": idle} if idle and not are_training else {}
     return settings | {"number of modules in training mode": are_training, "number of parameters that train": trained}
 
 

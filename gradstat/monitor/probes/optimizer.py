@@ -253,5 +253,5 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
         "step_size": sizes[0] if sizes else "",
         "added_decay": max((_number(group.get("weight_decay")) for group in groups if are_added), default=0.0),
         "maximizes": any(group.get("maximize") is True for group in groups),
-        "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
+        "initial_lrs": tuple(_number(group.get("max_lr", group.get("initial_lr"))) for group in groups),
     }
