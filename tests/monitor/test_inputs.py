@@ -1086,6 +1086,45 @@ def test_every_micro_batch_is_measured_but_no_evaluation_nor_recomputation() -> 
     assert (series.column("min")[0, 0], series.column("max")[0, 0]) == (1.0, 5.0)
 
 
+IDLE: dict[str, tuple[nn.Module, Callable[[nn.Module, int], object], list[int]]] = {
+    "from the start": (nn.Dropout(0.1), lambda model, _: model.eval(), [0]),
+    "a batch norm": (nn.BatchNorm1d(6), lambda model, _: model.eval(), [0]),
+    "an evaluation that is not undone": (nn.Dropout(0.1), lambda model, step: model.train(step < 20), [16]),
+    "some steps": (nn.Dropout(0.1), lambda model, step: model.train(not 20 <= step < 30), []),
+    "a layer on purpose": (nn.Dropout(0.1), lambda model, _: model[0].eval(), []),
+    "nothing that depends on it": (nn.Identity(), lambda model, _: model.eval(), []),
+    "a dropout of 0": (nn.Dropout(0.0), lambda model, _: model.eval(), []),
+}
+
+
+@pytest.mark.parametrize(("layer", "set_mode", "told"), IDLE.values(), ids=IDLE)
+def test_training_in_eval_mode_is_told(
+    layer: nn.Module, set_mode: Callable[[nn.Module, int], object], told: list[int]
+) -> None:
+    model = nn.Sequential(layer, nn.Linear(6, 1))
+
+    def loss(step: int) -> Tensor:
+        set_mode(model, step)
+        return model(normal(step)).square().mean()
+
+    found = of_rules(trained(model, loss, 200, sgd(model)), "eval-mode")
+    assert [one.step for one in found] == told
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(40_000, True), (400, False)])
+def test_a_warm_up_is_known_by_the_rate_that_its_scheduler_comes_to(steps: int, is_told: bool) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+    for step in range(150):
+        monitor.step(backpropagated(optimizer, model(normal(step)).square().mean()))
+        optimizer.step()
+        scheduler.step()
+    monitor.remove()
+    assert bool(of_rules(monitor, "long-warm-up")) is is_told
+
+
 def test_inputs_changed_in_place_or_of_torch_func_are_left_out() -> None:
     model = mlp()
     monitor = gradstat.Monitor(model, on_anomaly="raise")

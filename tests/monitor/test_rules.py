@@ -58,12 +58,18 @@ class Table:
     names: Sequence[str] = NAMES
     shapes: Sequence[tuple[int, ...]] = SHAPES
     dtype: torch.dtype = torch.float32
+    sizes: Sequence[int] = ()  # of a single tensor in each step, if they vary
 
     def within(self, first: int, end: int) -> Rows | None:
         steps = [step for step in sorted(self.rows) if first <= step < end]
-        infos = [TensorInfo(torch.Size(shape), self.dtype, torch.device("cpu"), None) for shape in self.shapes]
         raw = np.array([self.rows[step] for step in steps], dtype=np.float64)
-        return Rows(TensorSet.of(self.names, infos), np.array(steps), raw) if steps else None
+        by_row = [self.of_shapes([(size,)]) for size in self.sizes[first:end]] or None
+        tensors = by_row[-1] if by_row else self.of_shapes(self.shapes)
+        return Rows(tensors, np.array(steps), raw, by_row) if steps else None
+
+    def of_shapes(self, shapes: Sequence[tuple[int, ...]]) -> TensorSet:
+        infos = [TensorInfo(torch.Size(shape), self.dtype, torch.device("cpu"), None) for shape in shapes]
+        return TensorSet.of(self.names, infos)
 
 
 @dataclass
@@ -335,6 +341,12 @@ def inputs(
     return Story(len(rows), tables=tables)
 
 
+def counted(*counts: int) -> Story:
+    """Batches of so many elements, one in each step."""
+    rows = {i: [row(numel=count)] for i, count in enumerate(counts)}
+    return Story(len(counts), tables={"batch": Table(rows, ("x",), sizes=counts)})
+
+
 def zero_inputs(steps: int, *names: str, shape: tuple[int, ...] = (8, 8), size: float = 0.0) -> Story:
     """The first input is zero in all steps, or of another ``size``; others are not."""
     names = names or ("input[0]",)
@@ -502,6 +514,29 @@ def unlike(i: int, related: float, evenness: float = 0.51) -> OutputFacts:
     return fitted(2.0, 1.0, related, squares=10 * 1.02 ** (-1) ** i, evenness=evenness)
 
 
+def several(related: float, **more: int) -> OutputFacts:
+    """As `unlike`, of classes, with two labels for each sample."""
+    return facts(**{"fit": unlike(0, related).fit, "labels": 32, **more})
+
+
+def raw(spread: float, related: float = 0.3, looks: int = 12, falls: bool = False) -> Story:
+    """Outputs of a squared error whose targets vary by ``spread`` times as much, and whose loss may fall."""
+    losses = [4.0 if falls and i < 4 else 2.0 + 0.1 * (i % 2) for i in range(looks)]
+    return looking([fitted(loss, spread, related) for loss in losses], losses)
+
+
+def constant_target(**more: float) -> OutputFacts:
+    """Equal targets of many elements."""
+    return fitted(2.0, crossing=0.0, facing=0.3, elements=65.0, **more)
+
+
+def with_extremes(*pairs: tuple[float, float]) -> Story:
+    """Two weights with gradients, of which the first has these extremes, every 50 steps."""
+    rows = {50 * i: [row(high, min=low), row(0.3 + 0.01 * i)] for i, (low, high) in enumerate(pairs)}
+    gradients = Table({50 * i: [row(), row()] for i in range(len(pairs))}, NAMES[::2], [(8, 8)] * 2)
+    return rows_of("parameter", rows, names=NAMES[::2], shapes=[(8, 8)] * 2, tables={"gradient": gradients})
+
+
 def alike(label: int) -> OutputFacts:
     """Outputs for as many classes as the last layer has rows, and labels of one class."""
     return facts(classes=8, least=label, most=label, middle=float(label))
@@ -606,6 +641,9 @@ STORIES: list[tuple[Any, ...]] = [
      inputs([(0.1, 0.4), (0.2, 0.4)] * 10 + [(0.29, 0.4)] * 99),
      inputs([(0.1, 0.4), (0.2, 0.4)] * 10 + [(0.01, 0.4)] * 99),
      inputs([(0.1, 0.4), *[(0.2, 0.4)] * 18] + [(0.31, 0.4)] * 16)),
+    ("batches of one -> batch-range, warning 20 x: the number of elements of x has been about 1 for 16 steps; before,",
+     counted(*[8, 12] * 10, *[1] * 16), counted(*[8, 12] * 10, *[1] * 15, 8), counted(*[8, 12] * 10, *[2] * 20),
+     counted(*[8, 12] * 9, *[1] * 20), counted(*[8] * 20, *[99] * 20)),
     ("zero inputs -> batch-range, warning 0 input[0]: has been 0 everywhere since the first step", zero_inputs(20),
      zero_inputs(19), zero_inputs(20, "input[1]"), zero_inputs(20, shape=(64,)),
      zero_inputs(20, "input[0]", "input[1]"), zero_inputs(20, size=1.0)),
@@ -807,6 +845,9 @@ STORIES: list[tuple[Any, ...]] = [
      unchanged(2, gradient=1.1e-5), unchanged(2, gradient=0.0)),
     ("a group that rests -> unchanged-parameter, info 100 a.weight: has not changed since step 100",
      unchanged(2, scalars={"lr": [0.1] * 201, "lr[1]": [0.0] * 201})),
+    ("weights that are rounded -> unchanged-parameter, warning 100 weights: of 50% of all weights have 8 significant",
+     with_extremes((0.3, 0.5), (0.3, 0.7), (0.375, 0.75)), with_extremes((0.375, 0.75), (0.375, 0.5)),
+     with_extremes((0.3, 0.5), (0.3, 0.7), (0.3759765625, 0.75)), with_extremes((0.3, 0.5), (-0.5, 0.5))),
     ("all weights stay -> unchanged-parameter, warning 0 a.weight: since step 0; the same holds for 1 more",
      unchanged(1, until=0), unchanged(9, apart=5, until=0)),
     ("weights that hardly move -> unchanged-parameter, warning 0 a.weight: by more than 9e-06 of its norm in 50 steps",
@@ -1092,6 +1133,16 @@ STORIES: list[tuple[Any, ...]] = [
      looking([fitted(2.0, crossing=0.01, facing=0.3)] * 6), looking([fitted(2.0, crossing=0.0, facing=0.2)] * 6),
      looking([fitted(2.0, crossing=0.0, facing=0.3, are_errors=1.0)] * 6),
      looking([fitted(2.0, crossing=0.0, facing=0.3, elements=65.0)] * 6)),
+    ("labels of other samples, several of each -> unrelated-outputs, warning 0 loss: after 240 steps, no more than",
+     looking([several(0.02)] * 25), looking([several(0.3)] * 25), looking([several(0.02, labels=16)] * 25),
+     looking([several(0.02, classes=65)] * 25), looking([several(0.02)] * 25, [3.0] * 7 + [2.0] * 18),
+     looking([several(0.02)] * 25, 0.6)),
+    ("targets in a raw unit -> unrelated-outputs, warning 0 loss: but after 100 steps these still vary 11 times as",
+     raw(11.0), raw(9.0), raw(11.0, related=0.2), raw(11.0, looks=10), raw(11.0, falls=True)),
+    ("targets of many elements that are equal -> equal-targets, warning 0 logits: that were inspected, all targets",
+     looking([constant_target()] * 9, [2.0] * 2 + [0.019] * 7),
+     looking([constant_target()] * 9, [2.0] * 2 + [0.021] * 7),
+     looking([constant_target(are_errors=1.0)] * 9, [2.0] * 2 + [0.019] * 7)),
     ("targets of other samples -> unrelated-outputs, warning 0 loss: after 240 steps, no more than by chance",
      looking([fitted(related=0.02 * (-1) ** i) for i in range(25)]),
      looking([fitted(related=0.02 * (-1) ** i) for i in range(24)]),
