@@ -27,9 +27,9 @@ Band = tuple[float, float]
 WRONG_SIGN = ("a loss with the wrong sign, so that training maximises it", "a reward or a score used as the loss")
 # Causes of a level that changes and stays, for the rules on losses and norms.
 CHANGED = (
-    "inputs, labels or targets changed at this step: another data set, order, scale, mask or preprocessing",
+    "inputs, labels or targets changed at this step: shuffled, all the same, masked, in another scale, or other data",
     "the loss changed at this step: its weights, its sign, a term, or what it averages",
-    "the model changed at this step: its weights, a layer, or its mode (train or eval)",
+    "the model changed at this step: its weights, a layer that is dead or was overwritten, a dropout, or its mode",
 )
 
 

@@ -1,4 +1,4 @@
-"""What changed shortly before a loss or a norm rose: learning rate, settings, and the statistics of inputs."""
+"""What changed shortly before a loss or a norm rose: learning rate, settings, and a factor on the loss."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.rows import Floats, Rows, Window
+from gradstat.rules.rows import Window
 
-# All thresholds are conventions of gradstat. A change may explain what begins up to so many steps later; of an input,
-# up to the second number.
-_BEFORE = 100, 32
+# All thresholds are conventions of gradstat. A change may explain what begins up to so many steps later.
+_BEFORE = 100
 # Learning rates rise by more than this factor in one step, and settings change by more than it between two reviews;
 # what dropout keeps, by less.
 JUMP, _KEPT = 3.0, 1.5
-# A statistic of an input leaves the range of the last values, of which at least so many are known, by more than its
-# width, and by this part of its larger end: the usual scatter does not.
-_KNOWN, _LAST, _OF_RANGE = 20, 100, 0.1
 # A factor on the loss multiplies it and the norm of gradients alike, up to the usual scatter, beside so many values.
 _FACTOR, _ALIKE, _STEPS = 30.0, 2.0, 8
 _MOST = 100  # changes that are kept
@@ -33,7 +28,6 @@ class _Change(NamedTuple):
     first: int  # the first step in which it may have been made
     last: int
     words: str
-    is_of_input: bool = False
 
 
 class Changes:
@@ -43,22 +37,17 @@ class Changes:
         self._settings: dict[str, float] = {}
         self._rate = math.nan
         self._losses: list[list[float]] = []  # the last ones, and the norms of gradients
-        self._statistics: dict[str, Floats] = {}  # of inputs: the last values of each
         self._seen: list[_Change] = []
 
     def note(self, window: Window) -> None:
         """Looks at the steps of ``window``."""
         if len(window.steps):
             self._seen = [*self._seen[-_MOST:], *self._of_settings(window), *self._of_scalars(window)]
-            for kind in INPUT_KINDS:
-                if kind in window.measured:
-                    self._seen += self._of_inputs(window.measured[kind])
 
     def before(self, step: int) -> list[str]:
         """What changed before something began in ``step``, the likeliest first, in words."""
-        near = [one for one in self._seen if one.first <= step <= one.last + _BEFORE[one.is_of_input]]
-        near.sort(key=lambda change: (change.is_of_input, -change.last))
-        return [change.words for change in near]
+        near = [one for one in self._seen if one.first <= step <= one.last + _BEFORE]
+        return [change.words for change in sorted(near, key=lambda change: -change.last)]
 
     def _of_scalars(self, window: Window) -> Iterator[_Change]:
         nothing = np.full(len(window.steps), math.nan)
@@ -84,24 +73,6 @@ class Changes:
         for words, which in changed.items():
             named = which[0] + f" and {len(which) - 1} more" * (len(which) > 1)
             yield _Change(int(window.steps[0]), int(window.steps[-1]), words.replace("\0", named))
-
-    def _of_inputs(self, rows: Rows) -> Iterator[_Change]:
-        statistics = {"mean": rows.mean, "standard deviation": rows.std, "largest magnitude": rows.max_abs}
-        statistics["number of elements"] = np.broadcast_to(rows.numel, rows.mean.shape)
-        for what, values in statistics.items():
-            for name, of_one in zip(rows.names, values.T, strict=True):
-                key, is_known = f"{what} of {name}", np.isfinite(of_one)
-                series = np.concatenate([self._statistics.get(key, np.empty(0)), of_one[is_known]])
-                low, high = np.minimum.accumulate(series), np.maximum.accumulate(series)
-                margin = np.maximum(high - low, _OF_RANGE * np.maximum(-low, high))[:-1]
-                is_far = (series[1:] > high[:-1] + margin) | (series[1:] < low[:-1] - margin)
-                steps = rows.steps[is_known].tolist()
-                start = max(len(series) - len(steps), _KNOWN)
-                for at in (np.flatnonzero(is_far[start - 1 :]) + start).tolist():
-                    step, new = steps[at - len(series)], series[at]
-                    old = high[at - 1] if new > high[at - 1] else low[at - 1]
-                    yield _Change(step, step, _in_words(key, old, new), True)
-                self._statistics[key] = series[-_LAST:]
 
 
 def _matters(name: str, old: float, new: float) -> bool:

@@ -24,6 +24,8 @@ RISES = 1.001
 # A gradient's elements cancel up to |sum| / (norm * sqrt(count)), even if it was computed in 16 bits.
 _CANCELS = 3e-4
 
+LARGE_EPS = "an optimizer eps that is far too large, or a loss that is multiplied by almost 0"
+USUAL_EPS = "use the optimizer's usual eps: 1e-8 for Adam"
 SCALED = "a loss or gradients that are multiplied by almost 0, or gradients that are clipped to a tiny norm"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import WRONG_SIGN, PerName, carried, directions, median, sizes_of_weights
 from gradstat.rules.beginnings import FarBeginning
-from gradstat.rules.course import CHANCE, FLAT, HALF, SCALED, SOON, SPAN, LearningRule, look_fresh
+from gradstat.rules.course import CHANCE, FLAT, HALF, LARGE_EPS, SCALED, SOON, SPAN, USUAL_EPS, LearningRule, look_fresh
 from gradstat.rules.output_facts import OutputFacts
 from gradstat.rules.outputs import UnrelatedOutputs
 from gradstat.rules.rows import Rows, Window
@@ -21,8 +21,6 @@ _SHRUNK, _GROWN = 0.3, 3.0
 
 _DECAYS = ("a weight decay that is far too large",)
 _LESS_DECAY = "lower the optimizer's weight_decay, by a factor of ten at first"
-_EPS = "an optimizer eps that is far too large, or a loss that is multiplied by almost 0"
-_USUAL_EPS = "use the optimizer's usual eps: 1e-8 for Adam"
 _HARD = "inputs that say little about the labels, or terms of the loss that work against each other"
 
 
@@ -168,7 +166,7 @@ class TinySteps(LearningRule):
         text += f"{rate:.3g}"
         if window.value("finite_norm", row) < run.optimizer_eps * math.sqrt(numel):
             text += f" and an eps of {run.optimizer_eps:g}, far larger than the gradients"
-            causes, advice = [_EPS, *causes], [_USUAL_EPS, *advice]
+            causes, advice = [LARGE_EPS, *causes], [USUAL_EPS, *advice]
         elif run.step_size != "rate":
             causes.insert(int(rate < self._RATE), SCALED)
         text += f"; the loss began at {first:.4g} and is {now:.4g}"

@@ -229,7 +229,8 @@ class HeavyDecay(RowsRule):
     # what was learned is forgotten in 140 steps, whatever the loss. For how many steps in a row it takes too much.
     _FORGETS, _STEPS = 5e-3, 48
 
-    _norm, _times = carried(math.nan), carried(0.0)  # in the first step
+    _decay, _since_decay = carried(0.0), carried(0)  # the decay that was added last, and since which step
+    _norm, _times = carried(math.nan), carried(0.0)  # then
     _since = carried(dict[str, int]())  # by setting, the step since which its decay takes more
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -261,15 +262,16 @@ class HeavyDecay(RowsRule):
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         gradients, decay = window.measured.get("gradient"), window.run.added_decay
-        if math.isnan(self._norm) and gradients is not None:
+        if decay != self._decay and gradients is not None:
+            self._decay, self._since_decay = decay, int(rows.steps[0])
             pulls, self._norm = gradients.of(rows.names).l2_norm[0], rows.norm_of_matrices[0]
             judged = rows.tensors.matrices & (pulls > 0)
             self._times = decay * median(rows.l2_norm[0, judged] / pulls[judged]) if judged.any() else 0.0
         for step, norm in zip(rows.steps.tolist(), rows.norm_of_matrices, strict=True):
             is_heavy = self._times > self._OUTWEIGHS and norm < self._SHRUNK * self._norm
-            if is_heavy and not self._episodes and self.begins("", step):
+            if is_heavy and self.begins("added", step):
                 text = f"the weight decay of {decay:g} added {self._times:.2g} times its gradient to that of the "
                 text += "median weight, and the norm of all weights has shrunk to "
                 text += f"{norm / self._norm:.2g} times its first value"
                 causes = self.led_by(SCALED) if decay < NO_DECAY else self.causes
-                yield self.found(0, "weight_decay", text, causes=causes, decay=decay, times=self._times)
+                yield self.found(self._since_decay, "weight_decay", text, causes=causes, decay=decay, times=self._times)

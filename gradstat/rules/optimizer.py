@@ -9,6 +9,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.base import Band, RowsRule, Rule, carried, same_for, series
+from gradstat.rules.course import LARGE_EPS, SCALED, USUAL_EPS
 from gradstat.rules.rows import Rows, Window
 
 _EFFECTS = (  # of steps that follow other gradients than the last ones
@@ -153,7 +154,8 @@ class OptimizerMemory(Rule):
 
 # The root of the mean is below eps, or this if that is less, which is the eps that torch's optimizers have
 # if none is given; a larger one is chosen to dominate, as in PPO.
-_USUAL_EPS = 1e-8
+# One of Adam's that is this large dominates roots ten times smaller. Conventions of gradstat.
+_SMALL, _LARGE, _DOMINATES = 1e-8, 0.01, 0.1
 
 
 class SmallSecondMoment(RowsRule):
@@ -168,7 +170,7 @@ class SmallSecondMoment(RowsRule):
     name = "small-second-moment"
     quiet = 10_000
     kinds = ("exp_avg_sq", "square_avg")
-    causes = ("tiny gradients of this parameter: a deep or wide model, or vanishing gradients",)
+    causes = (SCALED, "tiny gradients of this parameter: a deep or wide model, or vanishing gradients")
     advice = (
         "use a smaller eps in the optimizer, 1e-15 for example",
         "find out why its gradients are so small, as for vanishing-gradient",
@@ -176,7 +178,8 @@ class SmallSecondMoment(RowsRule):
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         eps = window.run.optimizer_eps
-        limit = min(eps, _USUAL_EPS) ** 2
+        is_large = kind == "exp_avg_sq" and eps >= _LARGE
+        limit = (_DOMINATES * eps if is_large else min(eps, _SMALL)) ** 2
         # All zero means no gradient yet, which other rules report.
         low = rows.tensors.matrices & (rows.mean < limit) & (rows.mean > 0)
         for row in np.flatnonzero(low.any(1)).tolist():
@@ -189,4 +192,5 @@ class SmallSecondMoment(RowsRule):
             text += same_for(len(fresh))
             evidence = {"mean": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
             severity: Severity = self.severity if 2 * low[row].sum() >= rows.tensors.matrices.sum() else "info"
-            yield self.found(rows.steps[row], name, text, kind, severity, **evidence)
+            causes, advice = ((LARGE_EPS, *self.causes), (USUAL_EPS, *self.advice)) if is_large else (None, None)
+            yield self.found(rows.steps[row], name, text, kind, severity, causes, advice, **evidence)

@@ -103,7 +103,7 @@ class EqualTargets(LearningRule):
     _MOST = 100  # batches that are kept, which is more than any of these needs
     # From the start, targets that are no labels count only if samples have few, since a centre that all samples are
     # drawn to has many, or if the loss falls to this share of the first one.
-    _FEW, _COLLAPSED = 4, 0.01
+    _FEW, _COLLAPSED = 4, 1e-3
 
     # Labels differ more between the first batches than within them, as an analysis of variance says. The limit of F is
     # higher where the variance may be that of fewer than `_USUAL` rare labels, which one batch may have by chance. Of
@@ -136,7 +136,7 @@ class EqualTargets(LearningRule):
             elif are_equal is not None and fit is not None and not self._has_labels:  # else none of them has a gradient
                 is_one, label, count = are_equal, 0, int(fit.samples)
                 is_few = fit.elements <= self._FEW * fit.samples
-                may_begin = fit.squares > 0 and not fit.are_errors and (is_few or self._has_collapsed())
+                may_begin = fit.squares > 0 and is_few and not fit.are_errors
             else:
                 continue
             if is_one:
@@ -186,7 +186,8 @@ class EqualTargets(LearningRule):
             is_odd = bits >= self._BITS and not is_policy
         else:
             is_long = len(each) >= self._LOOKS and steps[-1] - steps[0] >= self._STEPS
-            is_odd = may_begin and is_same and is_long and sum(counts) >= self._ALIKE
+            are_many = may_begin and sum(counts) >= self._ALIKE
+            is_odd = is_same and is_long and (are_many or (not are_classes and self._has_collapsed()))
         if is_odd:
             yield from self._found_once(int(steps[0]) if before else 0, "logits", text, "output", labels=sum(counts))
 
