@@ -106,7 +106,7 @@ class FarBeginning(LearningRule):
 
 
 class ConstantWeights(LearningRule):
-    """Equal elements in each weight in the first step, so that the units of a layer are copies of each other.
+    """Equal elements in each weight that trains, at first, so that the units of a layer are copies of each other.
 
     It is not reported if only some weights are, as the last of a branch may be zero, or a gain one; nor for the
     reciprocal of the number of inputs, of which a layer makes a mean.
@@ -123,12 +123,14 @@ class ConstantWeights(LearningRule):
         parameters = window.measured.get("parameter")
         if parameters is None:
             return
-        self._is_over, judged, tensors = True, sizes_of_weights(parameters, 0)[0], parameters.tensors
+        self._is_over, tensors, gradients = True, parameters.tensors, window.latest.get("gradient")
+        trains = gradients.of(parameters.names).present[-1] if gradients is not None else tensors.matrices
+        judged = [i for i in sizes_of_weights(parameters, 0)[0] if trains[i]]
         values = parameters.field("min")[0]
         inputs = np.array([math.prod(shape[1:]) for shape in tensors.shapes])
         are_constant = (values == parameters.field("max")[0]) & (np.abs(values * inputs - 1) > self._ROUNDED)
         # Also those of one column, which may be gains: then matrices are left that vary.
-        if len(judged) > 1 and are_constant[judged].all() and are_constant[tensors.matrices].all():
+        if len(judged) > 1 and are_constant[judged].all() and are_constant[tensors.matrices & trains].all():
             name = parameters.names[judged[0]]
             text = f"all elements of {name} are equal at the start, and the same holds for every other weight: the "
             text += "units of a layer stay copies of each other"

@@ -146,7 +146,8 @@ class TinySteps(LearningRule):
             before[0][:], before[1][:] = now
         elif self._count - self._began >= self._STEPS and not self._is_warm_up:
             self._is_over, is_trained = True, is_trained & rows.tensors.matrices
-            moves = np.maximum(*np.abs(np.subtract(now, before)))[is_trained]
+            # Those that began at zero, as the last of a branch, have no norm to compare with.
+            moves = np.maximum(*np.abs(np.subtract(now, before)))[is_trained & (before[1] > 0)]
             moves = moves[np.isfinite(moves)]
             moved = median(moves) if len(moves) else 0.0
             # Of two networks that train in turn the losses say little, but fresh weights come farther.

@@ -34,7 +34,7 @@ _RECENT, _CLIMB, _CLIMB_LOST, _ERRORS = 20, 3.0, 0.4, 5
 _FALLEN, _ABOVE, _TWICE = 0.8, 4.0, 2
 # A level that stays has risen by the first share of itself, or by `LOST_PROGRESS` of a way of the second share of the
 # beginning; by the third share of that, which is nothing to one that has converged; and further than ever as clearly.
-_RISEN, _PROGRESS, _OF_FIRST, _MORE = 0.25, 0.23, 0.05, 1.5
+_RISEN, _PROGRESS, _OF_FIRST, _MORE = 0.4, 0.23, 0.05, 1.5
 _FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 

@@ -498,6 +498,15 @@ def constants(*names: str, value: float = 0.1) -> Story:
     return Story(3, {"loss": [1.0] * 3}, {"parameter": Table({0: rows})})
 
 
+def adapted(*sizes: float, low: float | None = None, trains: tuple[bool, ...] = (True, True, False)) -> Story:
+    """Two constant weights, of which the first may vary, beside one that varies; some get gradients."""
+    rows = [row(size, min=size if low is None or i else low) for i, size in enumerate(sizes)]
+    shown: Any = {"names": ("a.weight", "b.weight", "c.weight"), "shapes": [(8, 8)] * 3}
+    gradients = [row() if one else ABSENT for one in trains]
+    tables = {"parameter": Table({0: [*rows, row()]}, **shown), "gradient": Table({0: gradients}, **shown)}
+    return Story(3, {"loss": [1.0] * 3}, tables)
+
+
 def fitted(loss: float = 0.0, spread: float = 1.0, related: float = 0.0, **more: float) -> OutputFacts:
     """Outputs of which targets are known: at once, or from a ``loss`` that is an eighth of the squared gradients.
 
@@ -1089,6 +1098,8 @@ STORIES: list[tuple[Any, ...]] = [
     ("weights that are all equal -> constant-weights, warning 0 a.weight: the same holds for every other weight",
      constants("a.weight", "b.weight"), constants("a.weight"), constants("b.weight"),
      constants("a.weight", "b.weight", value=0.125)),
+    ("all weights that train are equal -> constant-weights, warning 0 a.weight: the same holds for every other weight",
+     adapted(0.01, 0.0), adapted(0.01, 0.0, low=-0.01), adapted(0.01, 0.02, trains=(True, False, True))),
     ("a dropout of nearly all -> heavy-dropout, warning 0 a.drop: keeps a tenth of its input or less; the same holds",
      set_to({"dropout of a.drop": 0.9, "dropout of b.drop": 1.0}), set_to({"dropout of a.drop": 0.89})),
     ("a dropout that is a function -> heavy-dropout, warning 0 dropped: sets 0.9 of its input to zero",
@@ -1453,9 +1464,14 @@ def test_decays_are_found_under_whatever_name_and_what_forgets_nothing_or_all_is
         ("gradient", 0.9, 0.998, []),
         ("gradient", 0.9985, 0.9985, []),  # of SGD, up to 0.999 may be meant
         ("rate", 0.9985, 0.9985, [0]),
+        ("gradient", 0.8, 0.0, [20]),
+        ("rate", 0.8, 0.49, [20]),
+        ("gradient", 0.8, 0.5, []),
+        ("gradient", 0.79, 0.0, []),
+        ("gradient", 0.0, 0.0, []),
     ],
 )
-def test_a_momentum_that_has_grown_is_told_of_every_optimizer(
+def test_a_momentum_that_has_changed_is_told_of_every_optimizer(
     step_size: str, before: float, later: float, told: list[int]
 ) -> None:
     for size in (1, 5, 20):
@@ -1464,8 +1480,22 @@ def test_a_momentum_that_has_grown_is_told_of_every_optimizer(
             for window in Story(40).windows(size)
         ]
         found = findings(new("optimizer-memory"), windows)
-        assert [one.step for one in found] == told
-        assert all(f"the momentum (or beta1) of the optimizer is {later}" in one.text for one in found)
+        assert [one.step - one.step % size for one in found] == told
+        assert all(f"the momentum (or beta1) of the optimizer is {later:g}:" in one.text for one in found)
+
+
+@pytest.mark.parametrize(("before", "later", "told"), [(0.0, 0.12, [50]), (0.12, 0.12, [0]), (0.05, 0.0, [])])
+def test_a_decay_that_is_set_in_the_middle_is_judged_by_its_first_gradients(
+    before: float, later: float, told: list[int]
+) -> None:
+    sizes = {50 * i: [row(size)] for i, size in enumerate((1.0, 1.0, 0.89))}
+    shown: Any = {"names": ["a.weight"], "shapes": [(8, 8)]}
+    story = rows_of("parameter", sizes, 110, tables={"gradient": Table(each(sizes, [row(0.1)]), **shown)}, **shown)
+    windows = [
+        replace(window, run=RunSettings(added_decay=before if window.steps[0] < 50 else later))
+        for window in story.windows(10)
+    ]
+    assert [one.step for one in findings(new("heavy-decay"), windows)] == told
 
 
 @pytest.mark.parametrize(
