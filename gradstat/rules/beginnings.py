@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from gradstat._core.text import count_of
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Rule, carried, median, same_for, series, sizes_of_weights
 from gradstat.rules.course import SOON, LearningRule
@@ -43,7 +42,7 @@ class HeavyDropout(Rule):
 
 
 class EvalMode(Rule):
-    """A model that is trained in eval mode, so that its dropouts and batch norms do nothing, for 16 steps in a row.
+    """A model with dropouts or batch norms that is trained in eval mode for 16 steps in a row.
 
     It is not reported if some module is in training mode, as where only batch norms are frozen on purpose.
     """
@@ -66,7 +65,7 @@ class EvalMode(Rule):
             began = int(window.steps[0]) if self._since < 0 else self._since
             self._since = began if idle else -1
             if idle and step - began >= self._STEPS and self.begins("", step):
-                text = f"the model is trained in eval mode: {count_of(int(idle), 'dropout or batch norm')} do nothing"
+                text = "the model is trained in eval mode: dropouts do nothing, and batch norms use running statistics"
                 yield self.found(began, "model", text, "module", modules=idle)
 
 

@@ -105,14 +105,14 @@ class BatchRange(RowsRule):
             text = f"the model's inputs have a standard deviation of {spread:.2g} and no magnitude above {most:.2g}, "
             text += "and have been as small since the first step: usual weights make hardly more than 0 of them"
             yield self.found(0, name, text, kind, causes=_SMALL, std=spread, largest=most)
-        i = 0 if kind == "batch" else int(np.nanargmax(rows.std[row]))
-        if rows.std[row, i] > _RAW and rows.tensors.matrices[i] and not begins_with_norm:
-            text = (
-                f"{rows.names[i]} has had a standard deviation of {rows.std[row, i]:.3g} since the first step, where "
-            )
-            text += "usual weights expect about 1"
-            yield self.found(0, rows.names[i], text, kind, std=rows.std[row, i])
         means, spreads = rows.mean[row], rows.std[row]
+        i = 0 if kind == "batch" else int(np.nan_to_num(spreads).argmax())
+        if spreads[i] > _RAW and rows.tensors.matrices[i] and not begins_with_norm:
+            text = (
+                f"{rows.names[i]} has had a standard deviation of {spreads[i]:.3g} since the first step, where usual "
+            )
+            text += "weights expect about 1"
+            yield self.found(0, rows.names[i], text, kind, std=spreads[i])
         centres = np.where(rows.tensors.matrices & (spreads > 0), np.abs(means), 0.0)
         i = int((centres / np.fmax(spreads, 1e-300)).argmax())
         if centres[i] > _OFF_CENTRE * spreads[i] and not begins_with_norm:

@@ -55,7 +55,7 @@ class NegativeLoss(LearningRule):
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
         if self._count < SOON + HALF or window.run.has_other_optimizer:
             return
-        first, (before, middle, now) = median(self._first[:SOON]), np.median(np.reshape(self._recent[-48:], (3, -1)), 1)
+        first, (before, middle, now) = median(self._first[:SOON]), map(median, np.reshape(self._recent[-48:], (3, -1)))
         if now < -self._FAR * max(abs(first), 1.0) and middle - now > before - middle > 0:
             text = f"the loss has fallen from about {first:.4g} to about {now:.4g}, ever faster"
             yield from self._found_once(int(window.steps[row]), "loss", text, loss=now)

@@ -156,9 +156,9 @@ class OptimizerMemory(Rule):
         return self.found(step, "optimizer", text, causes=_INTERCHANGED, advice=(f"use {usual}",), value=value)
 
 
-# The root of the mean is below eps, or this if that is less, which is the eps that torch's optimizers have
-# if none is given; a larger one is chosen to dominate, as in PPO.
-# One of Adam's that is this large dominates roots ten times smaller. Conventions of gradstat.
+# The root of the mean is below eps, or this if that is less, which is the eps that torch's optimizers have if none is
+# given; a larger one is chosen to dominate, as in PPO. One of Adam's from the second number on dominates roots ten times
+# smaller. Conventions of gradstat.
 _SMALL, _LARGE, _DOMINATES = 1e-8, 0.01, 0.1
 
 

@@ -1104,7 +1104,7 @@ STORIES: list[tuple[Any, ...]] = [
      set_to({"dropout of a.drop": 0.9, "dropout of b.drop": 1.0}), set_to({"dropout of a.drop": 0.89})),
     ("a dropout that is a function -> heavy-dropout, warning 0 dropped: sets 0.9 of its input to zero",
      series("dropped", [0.9, math.nan]), series("dropped", [0.89, math.nan])),
-    ("a model in eval mode -> eval-mode, warning 0 model: is trained in eval mode: 2 dropout or batch norms do",
+    ("a model in eval mode -> eval-mode, warning 0 model: the model is trained in eval mode: dropouts do nothing",
      set_to({"number of idle modules": 2.0}), set_to({"number of idle modules": 2.0}, every=16)),
     ("a sigmoid before a softmax -> activation-before-softmax, warning 0 logits: come from a sigmoid",
      looking([facts(activation=Activation.SIGMOID)]), looking([facts()])),
