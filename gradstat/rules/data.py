@@ -108,10 +108,8 @@ class BatchRange(RowsRule):
         means, spreads = rows.mean[row], rows.std[row]
         i = 0 if kind == "batch" else int(np.nan_to_num(spreads).argmax())
         if spreads[i] > _RAW and rows.tensors.matrices[i] and not begins_with_norm:
-            text = (
-                f"{rows.names[i]} has had a standard deviation of {spreads[i]:.3g} since the first step, where usual "
-            )
-            text += "weights expect about 1"
+            text = f"{rows.names[i]} has had a standard deviation of {spreads[i]:.3g} since the first step, where "
+            text += "usual weights expect about 1"
             yield self.found(0, rows.names[i], text, kind, std=spreads[i])
         centres = np.where(rows.tensors.matrices & (spreads > 0), np.abs(means), 0.0)
         i = int((centres / np.fmax(spreads, 1e-300)).argmax())

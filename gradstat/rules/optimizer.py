@@ -157,8 +157,8 @@ class OptimizerMemory(Rule):
 
 
 # The root of the mean is below eps, or this if that is less, which is the eps that torch's optimizers have if none is
-# given; a larger one is chosen to dominate, as in PPO. One of Adam's from the second number on dominates roots ten times
-# smaller. Conventions of gradstat.
+# given; a larger one is chosen to dominate, as in PPO. One of Adam's from the second number on dominates roots that are
+# ten times smaller. Conventions of gradstat.
 _SMALL, _LARGE, _DOMINATES = 1e-8, 0.01, 0.1
 
 
