@@ -322,6 +322,11 @@ class Recorder:
         return self._facts.in_float16
 
     @property
+    def positive(self) -> Mapping[str, str]:
+        """What the first loss takes of parameters of which only positive values make sense, by their names."""
+        return self._facts.positive
+
+    @property
     def loss_is_sum(self) -> bool:
         """Whether the first loss has several terms."""
         return self._facts.loss_is_sum

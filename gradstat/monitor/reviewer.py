@@ -194,6 +194,7 @@ class Reviewer:
         run = RunSettings(
             backward_order=recorder.backward_order,
             in_float16=recorder.in_float16,
+            positive=recorder.positive,
             loss_is_sum=recorder.loss_is_sum,
             loss_has_no_sign=recorder.loss_has_no_sign,
             is_scaled=recorder.is_scaled,

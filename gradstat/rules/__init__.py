@@ -39,7 +39,7 @@ from gradstat.rules.optimizer import (
 from gradstat.rules.outputs import ActivatedOutputs, EqualTargets, SoftmaxDimension, UnrelatedOutputs
 from gradstat.rules.resumption import NotRestored
 from gradstat.rules.training import LossSpike, OptimizerCoverage
-from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
+from gradstat.rules.weights import NonpositiveParameter, OverwrittenParameter, ParameterJump, UnchangedParameter
 
 RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
@@ -65,6 +65,7 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteParameter,
     ParameterJump,
     OverwrittenParameter,
+    NonpositiveParameter,
     NonfiniteBuffer,
     # Its forward pass.
     NonfiniteActivation,

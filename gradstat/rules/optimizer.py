@@ -91,9 +91,8 @@ class UnusedGradients(Rule):
 
 
 # A momentum that averages more than the last 1,000 gradients (milesial's U-Net has 0.999 and learns), or 500 of Adam's
-# or after a smaller one; a second moment that averages fewer than two, or a momentum that was usual before. A state is
-# cleared after so many steps at least.
-_MAX_MOMENTUM, _MAX_BETA, _USUAL, _LEAST_DECAY, _TAKEN = 0.999, 0.998, 0.8, 0.5, 20
+# or after a smaller one; a second moment that averages fewer than two. A state is cleared after so many steps at least.
+_MAX_MOMENTUM, _MAX_BETA, _LEAST_DECAY, _TAKEN = 0.999, 0.998, 0.5, 20
 _INTERCHANGED = ("momentum (or beta1) and beta2 in the wrong order, or a digit too many or too few",)
 
 
@@ -113,7 +112,6 @@ class OptimizerMemory(Rule):
     )
 
     _cleared = carried(0)  # looks in a row
-    _momentum = carried(0.0)  # the last one
     _usual_until = carried(-1)  # the last step whose momentum was not large
     _age, _looked_at = carried(math.nan), carried(0)  # the steps that the state counted at the last look, and its step
 
@@ -121,13 +119,11 @@ class OptimizerMemory(Rule):
         run = window.run
         most = _MAX_BETA if run.step_size == "rate" or self._usual_until >= 0 else _MAX_MOMENTUM
         for now in window.steps[-1:].tolist():
-            what, usual = "momentum (or beta1)", "a momentum from 0.9 to 0.99"
-            has_dropped = run.momentum < _LEAST_DECAY < _USUAL <= self._momentum
-            if (run.momentum > most or has_dropped) and self.begins("momentum", now):
-                began = now if has_dropped else self._usual_until + 1
-                yield self._averages(began, what, run.momentum, "gradients", usual)
-            self._usual_until = now if run.momentum <= _MAX_BETA else self._usual_until
-            self._momentum = run.momentum
+            if run.momentum <= _MAX_BETA:
+                self._usual_until = now
+            elif run.momentum > most and self.begins("momentum", now):
+                what, usual = "momentum (or beta1)", "a momentum from 0.9 to 0.99"
+                yield self._averages(self._usual_until + 1, what, run.momentum, "gradients", usual)
             if run.least_decay < _LEAST_DECAY and self.begins("decay", now):
                 what, usual = "decay of the second moment (beta2)", "a beta2 from 0.95 to 0.999"
                 yield self._averages(now, what, run.least_decay, "squared gradients", usual)
@@ -184,8 +180,8 @@ class SmallSecondMoment(RowsRule):
         eps = window.run.optimizer_eps
         is_large = kind == "exp_avg_sq" and eps >= _LARGE
         limit = (_DOMINATES * eps if is_large else min(eps, _SMALL)) ** 2
-        # All zero means no gradient yet, which other rules report.
-        low = rows.tensors.matrices & (rows.mean < limit) & (rows.mean > 0)
+        # All zero means no gradient yet, which other rules report. The first averages are far below what they average.
+        low = rows.tensors.matrices & (rows.mean < limit) & (rows.mean > 0) & (rows.steps >= _TAKEN)[:, None]
         for row in np.flatnonzero(low.any(1)).tolist():
             fresh = [i for i in np.flatnonzero(low[row]).tolist() if self.begins(rows.names[i], rows.steps[row])]
             if not fresh:

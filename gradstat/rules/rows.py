@@ -170,6 +170,7 @@ class RunSettings:
     Attributes:
         backward_order: Parameters in the order in which their gradients were complete; empty if not known.
         in_float16: Names of parameters of another dtype whose gradients are computed in float16, by autocast.
+        positive: By name, parameters of which only positive values make sense, and what the loss takes of them.
         loss_is_sum: Whether the loss has several terms, of which some may be detached.
         loss_has_no_sign: Whether it is, up to a factor, of numbers that are never negative, as squares are.
         is_scaled: Whether there is a loss scaler, so that occasional overflows are expected.
@@ -195,6 +196,7 @@ class RunSettings:
 
     backward_order: tuple[str, ...] = ()
     in_float16: tuple[str, ...] = ()
+    positive: Mapping[str, str] = field(default_factory=dict)
     loss_is_sum: bool = False
     loss_has_no_sign: bool = False
     is_scaled: bool = False

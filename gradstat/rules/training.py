@@ -22,9 +22,6 @@ from gradstat.rules.rows import Observation, Window
 from gradstat.rules.spikes import LOST_PROGRESS, WINDOW, LevelRule, Shift, SpikeRule
 
 _MAXIMIZES = ("an optimizer with maximize=True",)
-# So many losses on each side show that the sign has changed; of so many on either side the median magnitude is at least
-# half of the median before, as a loss that falls through 0 is near it on both sides.
-_SIGNS, _NEAR = 16, 4
 # The mean of so many losses has climbed if it exceeds the lowest mean of a window so far by the factor `_CLIMB`, as the
 # initial loss must, and by the usual scatter of values; and also by the fraction `_CLIMB_LOST` of the way back to it,
 # and by so many standard errors, as of losses of which few are far larger than all others.
@@ -39,7 +36,7 @@ _FROM_ZERO = 0.1  # of the median: where the losses of a divergence begin
 
 
 class LossSpike(SpikeRule, LevelRule):
-    """A loss that jumps and stays high, exceeds all earlier values, climbs far above its lowest mean, or changes sign.
+    """A loss that jumps and stays high, exceeds all earlier values, or climbs far above its lowest mean.
 
     It is an info if only a single value jumps, if another optimizer trains another network in turn, as in a GAN, and
     for Q-learning, whose targets change with the target network. It is also an info if the loss has had both signs
@@ -113,21 +110,8 @@ class LossSpike(SpikeRule, LevelRule):
                     severity: Severity = self.severity if jump.lasts else "info"
                     evidence: dict[str, Any] = {"loss": jump.value, "median": jump.median, "limit": jump.limit}
                     yield self.found(jump.step, self.series, text, "series", severity, **evidence)
-                if loss < 0:
-                    yield from self._turn(step)
                 if len(self._values) >= _RECENT:
                     yield from self._climb(step, window.run.maximizes)
-
-    def _turn(self, step: int) -> Iterable[Finding]:
-        """Whether losses have changed their sign at once, so many steps before ``step``."""
-        before, after = self._values[-2 * _SIGNS : -_SIGNS], self._values[-_SIGNS:]
-        if len(before) == _SIGNS and min(before) > 0 > max(after):
-            level = sorted(before)[_SIGNS // 2] / 2
-            old, new = sorted(before[-_NEAR:])[_NEAR // 2], sorted(after[:_NEAR])[_NEAR // 2 - 1]
-            if old > level < -new and self.begins("sign", step):
-                text = f"the {self.series} changes sign, from {before[-1]:.4g} to {after[0]:.4g}, and stays negative"
-                began = step + 1 - _SIGNS
-                yield self.found(began, self.series, text, causes=WRONG_SIGN, loss=after[0], before=before[-1])
 
     def _climb(self, step: int, maximizes: bool) -> Iterable[Finding]:
         """Judges the last losses, up to that of ``step``, by the lowest level and by the beginning."""

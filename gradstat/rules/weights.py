@@ -1,4 +1,4 @@
-"""Rules about weights: out of place, overwritten, unchanged."""
+"""Rules about weights: out of place, overwritten, unchanged, no longer positive."""
 
 from __future__ import annotations
 
@@ -376,3 +376,43 @@ def _foreign(moves: Moves, rate: float) -> list[str]:
         return is_written or moves.distances.get(name, 0.0) > _SPARE * rate * moves.steps > 0
 
     return [name for name, count in moves.changes.items() if is_foreign(name, count)]
+
+
+class NonpositiveParameter(Rule):
+    """A parameter whose logarithm or root, for example, the loss takes has fallen below 0, or close to 0.
+
+    Which parameters these are is read from the graph of the first loss; all their elements were positive when first
+    measured. They are measured once more when the monitor is detached or the program ends.
+    """
+
+    name = "nonpositive-parameter"
+    judges_end = True
+    explains = ("nonfinite-loss", "nonfinite-gradient", "loss-spike", "exploding-gradient")
+    quiet = 1000
+    causes = (
+        "a standard deviation, rate or temperature that is trained directly, so that nothing keeps it positive",
+        "a learning rate that is too high for this parameter",
+    )
+    advice = (
+        "train its logarithm and use exp() of it; or use softplus() of it plus a small number",
+        "clamp it from below after each step",
+    )
+
+    # Of the smallest element at first. A convention of gradstat: a fit to nearly noiseless data may go far down, too.
+    _NEAR = 1e-3
+
+    _at_first = carried(PerName(math.nan))
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.measured.get("parameter")
+        if rows is None:
+            return
+        at_first, least = self._at_first.values_for(rows.names), rows.field("min")
+        np.copyto(at_first, least[0], where=np.isnan(at_first))
+        low = (at_first > 0) & np.isfinite(at_first) & (least < self._NEAR * at_first)
+        for row, i in zip(*(low & np.isin(rows.names, list(window.run.positive))).nonzero(), strict=True):
+            name, first, now = rows.names[i], float(at_first[i]), float(least[row, i])
+            if self.begins(name, rows.steps[row]):
+                text = f"the smallest element of {name} is {now:.3g}, down from {first:.3g} at first; the loss takes "
+                text += window.run.positive[name]
+                yield self.found(rows.steps[row], name, text, "parameter", before=first, now=now)

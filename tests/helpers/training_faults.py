@@ -380,8 +380,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("gradients are clipped to 1e-4", "MLP", "tiny-clip", "norm",
           lambda training: setattr(training, "max_norm", 1e-4), step=0, further=80),
     # Size
-    Fault("a trained standard deviation falls below 0", "MLP", "nonfinite-loss", "loss", loss(_with_entropy),
-          lambda seed: train_mlp(seed, model=_with_deviation), step=0, late=40, further=40),
+    Fault("a trained standard deviation falls below 0", "MLP", "nonpositive-parameter", "std", loss(_with_entropy),
+          lambda seed: train_mlp(seed, model=_with_deviation), step=0, late=40, further=40, also=("nonfinite-loss",)),
     Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
     Fault("zero_grad is not called any more", "MLP", "gradients-not-zeroed", "gradients", _never_zeroed),
     Fault("only every tenth step is taken", "MLP", "unused-gradients", "gradients", _rarely_steps,

@@ -1,4 +1,4 @@
-"""What the graph of a first loss tells: of which parameters it is, and what takes logits."""
+"""What the graph of a first loss tells: of which parameters it is, what must be positive, and what takes logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from helpers.training import RECORD, serious
 from torch import Tensor, nn
-from torch.distributions import Normal
+from torch.distributions import Beta, Gamma, Independent, Laplace, Normal
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +17,49 @@ from gradstat.monitor.probes.graph import LossGraph, dropped_by, leaves_of
 
 X = torch.linspace(0.1, 0.9, 12).reshape(4, 3)
 Of = Callable[[Tensor, Tensor], Tensor]
+
+# What is computed of two parameters of three elements -> those that have to be positive.
+POSITIVE: dict[str, tuple[Of, str]] = {
+    "the deviation of a normal": (lambda p, q: Normal(X * q, p).log_prob(X), "p"),
+    "one in half precision": (lambda p, q: Normal(X * q, p.half().float()).log_prob(X), "p"),
+    "deviations of independent ones": (lambda p, q: Independent(Normal(X * q, p), 1).log_prob(X), "p"),
+    "the scale of a Laplace": (lambda p, q: Laplace(X * q, p).log_prob(X), "p"),
+    "both of a gamma": (lambda p, q: Gamma(p, q).log_prob(X), "pq"),
+    "samples of a gamma": (lambda p, q: Gamma(p, q).rsample(), "p"),
+    "both of a beta": (lambda p, q: Beta(p, q).log_prob(X), "pq"),
+    "a temperature": (lambda p, q: (X * q / p).softmax(1), ""),
+    "twice a temperature": (lambda p, q: X * q / (2 * p), ""),
+    "a reciprocal": (lambda p, q: X * q * p.reciprocal(), ""),
+    "a power of -1": (lambda p, q: X * q * p**-1, "p"),
+    "a variance": (lambda p, q: X * q * p.sqrt(), "p"),
+    "a precision": (lambda p, q: X * q * p.rsqrt(), "p"),
+    "each of several": (lambda p, q: q * (p[0].log() + p[1].log() + p[-1].log()), "p"),
+    "each in a loop": (lambda p, q: q * sum(one.log() for one in p), "p"),
+    "one shared by several": (lambda p, q: torch.stack([X / p + p.log(), X * q / p + p.log()]), "p"),
+    "some of several": (lambda p, q: q * (p[0].log() + p[1].log() + 1 / p[0]), ""),
+    "the first of several": (lambda p, q: q * p[:1].log() + p.unbind()[1].log(), ""),
+    "a logarithm": (lambda p, q: Normal(X * q, p.exp()).log_prob(X), ""),
+    "softplus": (lambda p, q: Normal(X * q, F.softplus(p) + 1e-3).log_prob(X), ""),
+    "a clamp": (lambda p, q: Normal(X * q, p.clamp(min=1e-3)).log_prob(X), ""),
+    "an absolute value": (lambda p, q: X * q / p.abs(), ""),
+    "a square": (lambda p, q: X * q / p**2 + p.square().log(), ""),
+    "a gain": (lambda p, q: F.layer_norm(X, (3,), p, q), ""),
+    "a gain by hand": (lambda p, q: X / (X + q).square().mean(1, keepdim=True).sqrt() * p, ""),
+    "weight norm": (lambda p, q: p * q / q.norm(), ""),
+    "a scale of cosines": (lambda p, q: p * F.cosine_similarity(X * q, X, dim=0), ""),
+    "a sum with a constant": (lambda p, q: X * q / (1 + p), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("computed", "expected"), POSITIVE.values(), ids=POSITIVE)
+def test_what_has_to_be_positive_is_in_the_graph(computed: Of, expected: str) -> None:
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))
+    loss = computed(p, q).sum()
+    loss.backward()  # after which what the graph has saved is gone
+    graph = LossGraph.of([loss])
+    assert {id(leaf()) for leaf, _ in graph.positive} == {id({"p": p, "q": q}[name]) for name in expected}
+    assert {id(leaf()) for leaf, *_ in graph.leaves} == {id(one) for one in (p, q) if one.grad is not None}
+
 
 # A loss of the outputs x, and the parameter p -> whether it has several terms.
 TERMS: dict[str, tuple[Of, bool]] = {
@@ -143,6 +186,7 @@ def ended(change: Callable[[Tensor], object], uses_auto: bool) -> tuple[list[str
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (lambda std: std[1, 2].fill_(-0.01), "nonpositive-parameter warning"),
         (lambda std: std[1, 2].fill_(float("nan")), "nonfinite-parameter error"),
     ],
 )

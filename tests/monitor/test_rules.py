@@ -158,6 +158,12 @@ def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x", **
     return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)], **more)
 
 
+def scales(*least: float, words: Mapping[str, str] = {"x": "its logarithm"}) -> Story:
+    """Like `one`, of parameters whose smallest elements are these, and what the loss takes of which."""
+    rows = {50 * i: [row(1.0, min=value)] for i, value in enumerate(least)}
+    return rows_of("parameter", rows, names=("x",), shapes=[(64,)], run=RunSettings(positive=words))
+
+
 def adam(*squares: float, eps: float = 1e-8) -> Story:
     """Second moments of these means, every 50 steps."""
     rows = {50 * i: [row(mean, mean=mean)] for i, mean in enumerate(squares)}
@@ -804,7 +810,7 @@ STORIES: list[tuple[Any, ...]] = [
      adam(*[0.9e-16] * 5, eps=0.0)),
     ("an eps that is large for Adam -> small-second-moment, warning 50 x: of x is 0.009: eps (1) dominates its updates",
      adam(1.0, 0.009, eps=1.0), adam(1.0, 0.011, eps=1.0), adam(1.0, 9e-9, eps=1e-3)),
-    ("a second moment in a branch that begins small -> small-second-moment, info 0 x: of x is 9e-17",
+    ("a second moment in a branch that begins small -> small-second-moment, info 50 x: of x is 9e-17",
      rows_of("exp_avg_sq", each((0, 50, 100), [row(1, mean=0.9e-16), *[row(mean=1)] * 2]), names="xyz",
              shapes=[(8, 8)] * 3, run=RunSettings(optimizer_eps=1e-8))),
     ("a NaN in a parameter -> nonfinite-parameter, error 50 b.weight: 1 NaN in 64 elements", spoilt("parameter", 50),
@@ -847,6 +853,10 @@ STORIES: list[tuple[Any, ...]] = [
     ("a weight that moves too far -> overwritten-parameter, warning 51 b.weight: its value then is 0.1, against 0.9",
      written(EACH, EACH, distance=1.6), written(EACH, EACH, distance=1.4), written(EACH, EACH, distance=9, cosine=0.9),
      written(EACH, EACH, distance=9, step_size=""), written(EACH, EACH, distance=1.6, rates=[0.01] * 99 + [0.02] * 9)),
+    ("a scale that falls -> nonpositive-parameter, warning 50 x: of x is -0.001, down from 1 at first; the loss",
+     scales(1, -1e-3), scales(1, 1.1e-3), scales(1, -1e-3, words={}), scales(0, -1e-3)),
+    ("a scale near 0 -> nonpositive-parameter, warning 100 x: the smallest element of x is 0.0019, down from 2 at",
+     scales(2, 0.1, 1.9e-3), scales(2, 0.1, 2.1e-3)),
     ("a weight that grows -> overwritten-parameter, warning 101 b.weight: its norm went from 9.6 to 20",
      resized(1, 1.1, 1.2, 2.5), resized(1, 1.1, 1.2, 2.3), resized(1, 1.5, 1.6, 5.0), resized(1, 1.1, 1.2, 0.1),
      resized(1, 1.1, 1.2, 2.5, changes=EACH)),
@@ -924,12 +934,6 @@ STORIES: list[tuple[Any, ...]] = [
      losses([1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6)),
     ("a rise above the lowest losses -> loss-spike, warning 143 loss: is 0.485, up from 0.05 at its lowest",
      losses([*SETTLED[:70], *[0.05] * 20, *SETTLED[90:], *[1.2, 1.2, 0.1, 0.1, 0.1] * 6])),
-    ("another sign -> loss-spike, warning 50 loss: changes sign, from 0.2 to -1, and stays negative",
-     losses([2.1] * 16 + [1.0, 0.2] * 17 + [-1.0, -0.2] * 15)),
-    ("another sign at once -> loss-spike, warning 50 loss: changes sign, from 1 to -0.6",
-     losses([2.1] * 16 + [1.0] * 34 + [-0.6] * 30), losses([2.1] * 16 + [1.0] * 34 + [-0.4] * 90),
-     losses([2.1] * 16 + [1.0] * 34 + [-0.6] * 15), losses([2.1] * 16 + [1.0 - step / 40 for step in range(90)]),
-     losses([2.1] * 16 + [1.0, -0.6] * 60)),
     ("a loss that climbs beside a rival -> loss-spike, info 299 loss: up from", losses(CLIMBS, run=RIVAL)),
     ("a loss that rises beside a rival -> loss-spike, info 400 loss: rises from about", losses(RISES, run=RIVAL)),
     ("a rank with NaN -> nonfinite-rank, error 3 0.weight: nonfinite=['0.weight']", seen("origin", BAD_RANK),
@@ -1353,11 +1357,6 @@ def jumping(name: str, *values: float, when: int = 96) -> Story:
     return replace(losses([*LOSSES, *[12.1] * 104]), settings=settings)
 
 
-def multiplied(loss: float, norm: float) -> Story:
-    """A loss and a gradient norm that are multiplied from step 96 on."""
-    return losses([*LOSSES, *[loss * LOSSES[-1]] * 104], finite_norm=[0.3] * 96 + [0.3 * norm] * 104)
-
-
 NO_CHANGE = "inputs, labels or targets changed at this step"
 
 
@@ -1381,9 +1380,6 @@ NO_CHANGE = "inputs, labels or targets changed at this step"
         (NO_CHANGE, jumping("weight_decay of group 0", 0.0, 0.1)),
         (NO_CHANGE, jumping("step counter in the optimizer's state", 0, 90)),
         (NO_CHANGE, jumping("dropout of a", 0.1, 0.8, when=150)),
-        ("a factor on the loss: loss and gradient norm rose", multiplied(1000.0, 1000.0)),
-        (NO_CHANGE, multiplied(1000.0, 300.0)),
-        (NO_CHANGE, multiplied(20.0, 20.0)),
     ],
 )
 def test_what_changed_before_a_jump_is_its_first_cause(first: str, story: Story) -> None:
@@ -1464,14 +1460,9 @@ def test_decays_are_found_under_whatever_name_and_what_forgets_nothing_or_all_is
         ("gradient", 0.9, 0.998, []),
         ("gradient", 0.9985, 0.9985, []),  # of SGD, up to 0.999 may be meant
         ("rate", 0.9985, 0.9985, [0]),
-        ("gradient", 0.8, 0.0, [20]),
-        ("rate", 0.8, 0.49, [20]),
-        ("gradient", 0.8, 0.5, []),
-        ("gradient", 0.79, 0.0, []),
-        ("gradient", 0.0, 0.0, []),
     ],
 )
-def test_a_momentum_that_has_changed_is_told_of_every_optimizer(
+def test_a_momentum_that_has_grown_is_told_of_every_optimizer(
     step_size: str, before: float, later: float, told: list[int]
 ) -> None:
     for size in (1, 5, 20):
@@ -1480,8 +1471,8 @@ def test_a_momentum_that_has_changed_is_told_of_every_optimizer(
             for window in Story(40).windows(size)
         ]
         found = findings(new("optimizer-memory"), windows)
-        assert [one.step - one.step % size for one in found] == told
-        assert all(f"the momentum (or beta1) of the optimizer is {later:g}:" in one.text for one in found)
+        assert [one.step for one in found] == told
+        assert all(f"the momentum (or beta1) of the optimizer is {later}" in one.text for one in found)
 
 
 @pytest.mark.parametrize(("before", "later", "told"), [(0.0, 0.12, [50]), (0.12, 0.12, [0]), (0.05, 0.0, [])])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +18,12 @@ from gradstat.rules.output_facts import ActivatedLogits
 Leaves: TypeAlias = list[tuple[weakref.ref[Tensor], int, torch.dtype | None]]
 """Parameters, each with its version and the dtype in which its gradient is computed, None if not known."""
 
+Positive: TypeAlias = list[tuple[weakref.ref[Tensor], str]]
+"""Parameters of which only positive values make sense, each with what is computed of it, in words."""
+
 _Edge: TypeAlias = tuple[Any, int]  # a function, and which of its outputs
+_Part: TypeAlias = tuple[int, int, int]  # of a tensor: a dimension, an index and the size
+_WHOLE: _Part = (0, 0, 1)
 
 # Functions in a graph that are looked at; so many take a fifth of a second.
 _MOST_NODES = 100_000
@@ -52,6 +57,21 @@ _OF_A_TERM = {
 # Functions that are sums of two terms, of which not both can be 0 if a target is between 0 and 1.
 _OF_TWO_TERMS = {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
 
+# Functions that are defined for positive numbers only: which argument, and in words. A quotient has any sign.
+_OF_POSITIVE = {
+    "Digamma": (0, "its digamma function"),
+    "Lgamma": (0, "its log-gamma function"),
+    "Log": (0, "its logarithm"),
+    "Log10": (0, "its logarithm"),
+    "Log2": (0, "its logarithm"),
+    "Pow": (0, "a power of it"),
+    "Rsqrt": (0, "its square root"),
+    "Sqrt": (0, "its square root"),
+    "StandardGamma": (0, "gamma variates of it"),
+    "Xlogy": (1, "its logarithm"),
+}
+
+
 # Functions whose values are never negative.
 _NOT_NEGATIVE = {"Abs", "CtcLoss", "HuberLoss", "MseLoss", "SmoothL1Loss"}
 
@@ -60,17 +80,21 @@ class LossGraph(NamedTuple):
     """What the graph of a loss says."""
 
     leaves: Leaves
+    positive: Positive
     activated: ActivatedLogits | None  # if the loss takes logits, and gets what an activation has made of them
     is_sum: bool  # whether a loss has several terms, of which some may be detached
     has_no_sign: bool  # whether all losses are, up to a factor, of numbers that are never negative
 
     @classmethod
     def of(cls, losses: list[Tensor]) -> LossGraph:
-        leaves = [leaf for loss in losses for leaf in leaves_of(loss)]
+        leaves: Leaves = []
+        found = _PositiveLeaves()
+        for loss in losses:
+            leaves += leaves_of(loss, found.look_at)
         activated = (activated_logits(loss) for loss in losses)
         has_no_sign = all(map(is_never_negative, losses))
         first = next(filter(None, activated), None)
-        return cls(leaves, first, any(map(is_sum, losses)), has_no_sign)
+        return cls(leaves, found.whole(), first, any(map(is_sum, losses)), has_no_sign)
 
 
 def leaves_of(computed: Tensor, visit: Callable[[Any], object] = id) -> Leaves:
@@ -237,3 +261,55 @@ def _is_weight(node: Any) -> bool:
 def _signed(number: int) -> int:
     """A dimension or index as autograd keeps it, without a sign."""
     return number - 2**64 if number >= 2**63 else number
+
+
+class _PositiveLeaves:
+    """Collects parameters whose logarithm is taken, for example, while a graph is walked."""
+
+    def __init__(self) -> None:
+        # By id: what is computed of the parameter, and of which parts of it.
+        self._found: dict[int, tuple[nn.Parameter, str, set[_Part]]] = {}
+
+    def look_at(self, node: Any) -> None:
+        name = _name(node)
+        at, words = _OF_POSITIVE.get(name, (-1, ""))
+        if at < 0 or len(node.next_functions) <= at:
+            return
+        if name == "Pow":
+            exponent = node._saved_exponent if len(node.next_functions) == 1 else 1
+            # Whole powers of any number exist, and those with an even exponent have no sign.
+            if exponent % 2 == 0 or (exponent > 0 and exponent % 1 == 0):
+                return
+        for leaf, part in _leaves_behind(node.next_functions[at]):
+            self._found.setdefault(id(leaf), (leaf, words, set()))[2].add(part)
+
+    def whole(self) -> Positive:
+        """The parameters of which that is computed of all elements."""
+        return [
+            (weakref.ref(leaf), words)
+            for leaf, words, parts in self._found.values()
+            if any(sum(part[::2] == (dim, size) for part in parts) == size for dim, _, size in parts)
+        ]
+
+
+def _leaves_behind(edge: _Edge) -> Iterator[tuple[nn.Parameter, _Part]]:
+    """The parameters whose elements ``edge`` brings, moved or times numbers, or parts of parameters."""
+    waiting: list[tuple[Any, int, _Part]] = [(*edge, _WHOLE)]
+    while waiting:
+        node, output, part = waiting.pop()
+        name, leaf = _name(node), getattr(node, "variable", None)
+        if type(leaf) is nn.Parameter:
+            yield leaf, part
+            continue
+        edges = [] if node is None else _edges(node)
+        if name in ("Select", "Unbind") and part == _WHOLE:
+            sizes = node._saved_self_sym_sizes if name == "Select" else ()
+            index = _signed(node._saved_index) if name == "Select" else output
+            dim = _signed(node._saved_dim)
+            size = int(sizes[dim]) if name == "Select" else len(node._input_metadata)
+            part = dim % len(sizes) if sizes else dim, index % size, size
+        elif name not in _MOVES:
+            # Times a number, or a tensor that nobody trains, but not its reciprocal.
+            is_scaled = name == "Mul" or (name == "Div" and node.next_functions[0] in edges)
+            edges = edges if is_scaled and len(edges) == 1 else []
+        waiting += ((*behind, part) for behind in edges)

@@ -33,6 +33,7 @@ class ModelFacts(Probe):
 
     Attributes:
         in_float16: The names of parameters of another dtype whose gradients are computed in float16, by autocast.
+        positive: By name, parameters of which only positive values make sense, and what the loss takes of them.
         loss_is_sum: Whether the loss has several terms, of which some may be detached.
         loss_has_no_sign: Whether the loss is, up to a factor, of numbers that are never negative.
     """
@@ -43,6 +44,7 @@ class ModelFacts(Probe):
         super().__init__(run)
         self.period = run.settings.periods["parameters"]
         self.in_float16: tuple[str, ...] = ()
+        self.positive: dict[str, str] = {}
         self.loss_is_sum = self.loss_has_no_sign = False
         self._graph: LossGraph | None = None  # until it was observed
 
@@ -63,6 +65,9 @@ class ModelFacts(Probe):
             pairs = zip(named.names(), named.parameters, strict=True)
             self.in_float16 = tuple(name for name, p in pairs if id(p) in half and p.dtype is not torch.float16)
         if self._graph is not None:
+            positive = {id(leaf()): words for leaf, words in self._graph.positive}
+            pairs = zip(named.names(), named.parameters, strict=True)
+            self.positive = {name: positive[id(p)] for name, p in pairs if id(p) in positive}
             if self._graph.activated is not None:
                 step.observe("activated", self._graph.activated)
             step.observe("idle", self._idle(named))
