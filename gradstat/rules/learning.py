@@ -41,7 +41,7 @@ class NegativeLoss(LearningRule):
 
     # Below zero by so many times its first value, or by so much, where that is less. Logarithms of densities fall less
     # and less, and to no such values per sample.
-    _FAR = 30.0
+    _FAR = 10.0
 
     def judge(self, window: Window) -> Iterable[Finding]:
         steps, _, losses = window.losses
