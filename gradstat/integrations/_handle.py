@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import re
@@ -359,6 +360,15 @@ def require_framework(name: str, minimum: tuple[int, int], extra: str = "") -> M
     if version_of(version) < minimum:
         raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, found {version}: {remedy}")
     return module
+
+
+def sizes_of(loader: Any) -> tuple[int, int]:
+    """How many batches and samples ``loader`` has in an epoch; 0 for what it does not know, as of a stream."""
+    sizes = [0, 0]
+    for i, sized in enumerate((loader, getattr(loader, "dataset", None))):
+        with contextlib.suppress(TypeError, NotImplementedError):
+            sizes[i] = len(sized)  # type: ignore[arg-type]
+    return sizes[0], sizes[1]
 
 
 def version_of(text: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from gradstat._core.parameters import Parameters
 from gradstat._step.loss_scale import require_scale
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._engines import engine_name_of
-from gradstat.integrations._handle import Handle, Watched, require_framework
+from gradstat.integrations._handle import Handle, Watched, require_framework, sizes_of
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
 from gradstat.monitor.probes.optimizer import ids_of
@@ -159,7 +159,9 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         closures = sys.modules[type(trainer.fit_loop.epoch_loop.automatic_optimization).__module__]
         self.outermost = inspect.unwrap(closures.Closure.closure).__code__
         for optimizer in trainer.optimizers:
-            self._watch(trainer, pl_module, optimizer).planned_steps = max(trainer.max_steps, 0)
+            watched = self._watch(trainer, pl_module, optimizer)
+            watched.planned_steps = max(trainer.max_steps, 0)
+            watched.batches, watched.samples = sizes_of(trainer.train_dataloader)
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded[0]["monitors"]:
             super().load_state_dict(loaded[0], expect_restored=loaded[1])

@@ -12,7 +12,7 @@ from gradstat._core.files import replacing
 from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._handle import require_framework
+from gradstat.integrations._handle import require_framework, sizes_of
 from gradstat.integrations.accelerate import AccelerateHandle
 from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
@@ -135,7 +135,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         self.watched = []
         self._attach(self._model(), optimizer, scaler, limit=limit if limit > 0 else None, step_fn=self._replay_step)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         """Makes sure that the watched model is the one to be trained, and loads the state of a checkpoint."""
         trainer = self.trainer
         if self._accelerator is not trainer.accelerator:  # a hyperparameter search has made another
@@ -149,6 +149,7 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
                 earlier.remove()
             self._watch()
         self._single.planned_steps = state.max_steps
+        self._single.batches, self._single.samples = sizes_of(train_dataloader)
         resume, self._resume = self._resume, None
         if not state.global_step:
             return

@@ -256,7 +256,8 @@ def _notes(recording: Recording, is_ok: bool) -> Iterator[str]:
         if last > first - _FALLS * abs(first):
             yield (
                 f"the loss does not fall: its mean is {first:.4g} in the first {count_of(quarter, 'step')} and "
-                f"{last:.4g} in the last; the rule no-learning reports it for classifiers only, after 256 steps"
+                f"{last:.4g} in the last; inputs, gradients and weights show no cause, so look at the data and at each "
+                "term of the loss"
             )
 
 

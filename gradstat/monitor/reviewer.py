@@ -199,6 +199,8 @@ class Reviewer:
             loss_has_no_sign=recorder.loss_has_no_sign,
             is_scaled=recorder.is_scaled,
             planned_steps=source.planned_steps,
+            batches=source.batches,
+            samples=source.samples,
             is_stepped_by_user=source.is_loop,
             origin_is_unknown=recorder.origin_is_unknown,
             skipped_by="the loss scaler" if recorder.is_scaled else self._skipped_by,

@@ -28,7 +28,8 @@ class StepSource:
         False  # `StepListener.saw_backward` is called for each backward pass, and torch's count for nothing
     )
 
-    planned_steps = 0  # that the framework will take in all, if it knows
+    # What the framework knows: how many steps it will take in all, and what an epoch has.
+    planned_steps = batches = samples = 0
     outermost: CodeType | None = None  # of the framework's function that runs a micro-batch, if from several places
 
     def __init__(self, wrapper: nn.Module, device: torch.device | None = None) -> None:

@@ -28,7 +28,7 @@ from gradstat.rules.finite import (
     NonfiniteParameter,
 )
 from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, Underflow, VanishingGradient
-from gradstat.rules.learning import GrowingWeights, NegativeLoss, NoLearning, TinySteps
+from gradstat.rules.learning import GrowingWeights, LossDrop, NegativeLoss, TinySteps
 from gradstat.rules.learning_rate import HeavyDecay, LearningRateJump, LongWarmUp
 from gradstat.rules.optimizer import (
     GradientsNotZeroed,
@@ -90,9 +90,9 @@ RULES: tuple[type[Rule], ...] = (
     SoftmaxDimension,
     EqualTargets,
     NegativeLoss,
+    LossDrop,
     GrowingWeights,
     TinySteps,
-    NoLearning,
     UnrelatedOutputs,
     SmallSecondMoment,
 )

@@ -27,9 +27,9 @@ Band = tuple[float, float]
 WRONG_SIGN = ("a loss with the wrong sign, so that training maximises it", "a reward or a score used as the loss")
 # Causes of a level that changes and stays, for the rules on losses and norms.
 CHANGED = (
-    "inputs, labels or targets changed at this step: shuffled, all the same, masked, in another scale, or other data",
+    "inputs, labels or targets changed at this step: shuffled, all the same, masked, scaled, or a few samples only",
     "the loss changed at this step: multiplied by a factor, its sign, a term, or what it averages",
-    "the model changed at this step: its weights, a layer that is dead or was overwritten, a dropout, or its mode",
+    "the model changed at this step: its weights, a layer that is dead or was overwritten, an activation, or its mode",
 )
 
 

@@ -19,7 +19,7 @@ class HeavyDropout(Rule):
     """A dropout that keeps at most a tenth of its input: a layer, or a function in the model's first forward pass."""
 
     name = "heavy-dropout"
-    explains = ("loss-spike", "exploding-gradient", "no-learning", "unrelated-outputs")
+    explains = ("loss-spike", "exploding-gradient", "unrelated-outputs")
     causes = ("the probability of keeping an element, passed as p=, which is the probability of dropping it",)
     advice = ("pass Dropout(p=) the share of elements that become zero: 0.1 keeps 90 %",)
 
@@ -48,7 +48,7 @@ class EvalMode(Rule):
     """
 
     name = "eval-mode"
-    explains = ("loss-spike", "no-learning", "unrelated-outputs")
+    explains = ("loss-spike", "unrelated-outputs")
     causes = (
         "model.eval() was called, and model.train() was not called after it",
         "a model that from_pretrained() has loaded, which is in eval mode",
@@ -112,7 +112,7 @@ class ConstantWeights(LearningRule):
     """
 
     name = "constant-weights"
-    explains = ("dead-gradient", "no-learning", "unrelated-outputs")
+    explains = ("dead-gradient", "unrelated-outputs")
     causes = ("an initialisation that fills weights with a constant or zero, or was never called",)
     advice = ("initialise weights at random, as reset_parameters() of torch's modules does",)
 
@@ -140,7 +140,7 @@ class TinyWeights(LearningRule):
     """Most weights of three or more are initialised far too small."""
 
     name = "tiny-weights"
-    explains = ("no-learning", "unrelated-outputs", "small-second-moment")
+    explains = ("unrelated-outputs", "small-second-moment")
     causes = ("an initialisation with a factor or a standard deviation far too small",)
     advice = ("initialise each weight with a standard deviation of about 1 / sqrt(number of inputs)",)
 

@@ -10,7 +10,7 @@ from gradstat.rules.base import Band, Rule, carried, series
 from gradstat.rules.rows import Window
 
 # What smaller gradients cause.
-_EFFECTS = ("small-second-moment", "unchanged-parameter", "tiny-steps", "no-learning", "unrelated-outputs")
+_EFFECTS = ("small-second-moment", "unchanged-parameter", "tiny-steps", "unrelated-outputs")
 
 
 class ScaledClip(Rule):

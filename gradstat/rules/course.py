@@ -16,9 +16,8 @@ from gradstat.rules.rows import Bools, Rows, Window
 
 # Losses are judged after every so many; values of which medians are taken, of the last losses and of the first ones.
 SOON, HALF, SPAN = 16, 32, 64
-# From this share of the loss of guessing on nothing was learned: guessing the more frequent classes reaches less. Where
-# weights have changed by far, or there are many classes, this share suffices.
-CHANCE, FLAT = 0.97, 0.9
+# From this share of the loss of guessing on, or of the first one, hardly anything was learned.
+FLAT = 0.9
 # A learning rate still rises if it is more than so many times that of the last look: less is rounding.
 RISES = 1.001
 # A gradient's elements cancel up to |sum| / (norm * sqrt(count)), even if it was computed in 16 bits.

@@ -11,7 +11,7 @@ import numpy as np
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
 from gradstat.rules.base import LastingRule, RowsRule, Rule, bounded, carried, median
-from gradstat.rules.rows import Floats, Rows, Window
+from gradstat.rules.rows import Floats, Rows, RunSettings, Window
 
 _STATISTICS = ("number of elements of ", "mean of ", "standard deviation of ", "largest magnitude of ")
 _COUNT, _, _SPREAD, _LARGEST = _STATISTICS
@@ -28,11 +28,12 @@ _RAW = 75.0
 # deviations away from 0.
 _BELOW_EPS, _OFF_CENTRE = 3e-4, 100.0
 _FIRST_INPUT = "input[0]"
+_TARGETS = ("label", "target", "batch[1]")  # in their names
 _FLAT = (
     "inputs that are zero: never filled, masked out entirely, or multiplied by 0",
     "inputs that are normalised twice, or by a standard deviation that is far too large",
 )
-_BATCH = ("a batch size that has become far smaller: a single sample, for example", "inputs that are cut off")
+SMALL_BATCH = ("a batch size that has become far smaller: a single sample, for example", "inputs that are cut off")
 _SMALL = (_FLAT[1], "inputs in a unit in which all values are tiny, or that are divided by 255 twice")
 
 
@@ -83,7 +84,7 @@ class BatchRange(RowsRule):
             now = f"is {value:.3g}" if is_far else f"has been about {value:.3g} for {count} steps"
             text = f"the {what}{name} {now}; before, it was between {low:.3g} and {high:.3g}"
             causes: tuple[str, ...] = (*_FLAT * (what == _SPREAD and value * _FACTOR < low), *self.causes)
-            causes = _BATCH if what == _COUNT else causes
+            causes = SMALL_BATCH if what == _COUNT else causes
             yield self.found(
                 step - (count - 1) * lasts, name, text, kind, causes=causes, value=value, low=low, high=high
             )
@@ -93,10 +94,10 @@ class BatchRange(RowsRule):
         gradients, name, begins_with_norm = window.latest.get("gradient"), rows.names[0], False
         if gradients is not None and gradients.names:
             begins_with_norm = gradients.names[0].endswith("weight") and not gradients.tensors.matrices[0]
-        is_mask = (rows.field("min")[row] >= 0) & (rows.field("sum")[row] == rows.field("sq_sum")[row])
-        highest = [self._highest.get(_LARGEST + one, 0.0) for one in rows.names]
-        most = max((largest for largest, is_one in zip(highest, is_mask, strict=True) if not is_one), default=0.0)
-        spread = float(np.fmax.reduce(rows.std[row]))
+        is_no_input = (rows.field("min")[row] >= 0) & (rows.field("sum")[row] == rows.field("sq_sum")[row])  # a mask
+        is_no_input |= [any(word in one for word in _TARGETS) for one in rows.names]
+        highest = np.array([self._highest.get(_LARGEST + one, 0.0) for one in rows.names])
+        most, spread = (float(np.fmax.reduce(of[~is_no_input], initial=0.0)) for of in (highest, rows.std[row]))
         is_main = kind == "batch" or (name == _FIRST_INPUT and most == 0)  # a batch has labels, too
         if is_main and rows.tensors.matrices[0] and highest[0] == rows.max_abs[row, 0] == 0:
             text = f"the model's input {name} has been 0 everywhere since the first step"
@@ -199,9 +200,10 @@ class _RankRule(Rule):
 # chance of 20 steps without one is then 0.4 ** 20. Sums of the same batch in another order differ by rounding, up to
 # this share of the sum of magnitudes.
 _CHANGING, _ROUNDED = 0.6, 1e-6
-# So many samples are few: a debugging subset, or one batch. Each was met so often on average, in so many samples over
-# so many steps: not by chance, nor in several passes over a batch, as PPO makes.
-_FEW, _OFTEN, _INSPECTED, _STEPS = 32, 3, 24, 48
+# So many samples are few: a debugging subset, or one batch. Each was met so often on average from the start, or after
+# so many others so often, in so many samples over so many steps: not by chance, nor in several passes over a batch, as
+# PPO makes.
+_FEW, _OFTEN, _OTHERS, _AGAIN, _INSPECTED, _STEPS = 32, 3, 24, 2, 16, 40
 # From the start over so many steps. What differs by fewer bits is a place in a grid, an arm of a bandit or the like: it
 # has to be half of the samples before that were different, else a quarter, as of a data set of 100. The loss has fallen
 # to this share if the few are known by heart. Conventions.
@@ -214,7 +216,7 @@ class RepeatedBatch(_RankRule):
     An input is the same if its sum is, whatever else a model is called with, as hidden states and noise. Samples, also
     of tokens, are compared in some steps: 32 different ones or less, each met three times or more, are reported if most
     were different before. If they are few from the start, the loss has to halve, and their order has to change, since
-    all data may be in one batch.
+    all data may be in one batch, unless a framework tells of more. It may also tell of 32 samples or less in all.
 
     Args:
         in_a_row: The number of steps with the same batch after which it is reported.
@@ -261,9 +263,9 @@ class RepeatedBatch(_RankRule):
                 del self._met[: -self._MOST]
                 # A state may hold any numbers.
                 met = np.reshape(self._met[len(self._met) % self._WIDTH :], (-1, self._WIDTH))
-                yield from self._judge_samples(met[met[:, 0] == place], name)
+                yield from self._judge_samples(met[met[:, 0] == place], name, window.run)
 
-    def _judge_samples(self, met: Floats, name: str) -> Iterator[Finding]:
+    def _judge_samples(self, met: Floats, name: str, run: RunSettings) -> Iterator[Finding]:
         """Judges the last samples of a kind, a row each."""
         _, steps, numbers, losses, bits = met.T
         starts = np.flatnonzero(np.diff(steps, prepend=-1))  # of each step
@@ -273,9 +275,15 @@ class RepeatedBatch(_RankRule):
         often = counts / different * (different <= _FEW)
         at = 0 if often[0] >= _OFTEN else int(often.argmax())
         since, last, count, few = int(steps[starts[at]]), int(steps[-1]), int(counts[at]), int(different[at])
-        if often[at] < _OFTEN or count < _INSPECTED or last - since < _STEPS:
+        fallen, is_late = losses[0] - median(losses[starts[-4:]]), last >= steps[0] + _LONG
+        has_fallen = fallen > (1 - _FALLEN) * abs(losses[0])
+        if 0 < run.samples <= _FEW and is_late and has_fallen and self.begins("repeats", last):
+            text = f"the training set has {run.samples} samples; the loss has fallen from {losses[0]:.4g} to "
+            text += f"{losses[-1]:.4g}"
+            yield self.found(0, name, text, name[:5], "warning", _SUBSET, _LENGTH, different=run.samples)
+        if often[at] < (_OFTEN if at == 0 else _AGAIN) or count < _INSPECTED or last - since < _STEPS:
             return
-        every, fallen = np.split(ids[::-1], starts[1:]), losses[0] - median(losses[starts[-4:]])
+        every = np.split(ids[::-1], starts[1:])
         is_ordered = all(np.array_equal(of_step, every[at]) for of_step in every[at:])
         text = f"the {len(every) - at} batches of {name} that were inspected from step {since} to {last} have "
         text += f"only {few} different samples"
@@ -283,11 +291,10 @@ class RepeatedBatch(_RankRule):
             before = np.concatenate(every[:at])
             others = len({*before.tolist()})
             share = _MANY[bool(bits.max() >= _BITS)]
-            is_told = others >= max(share * len(before), 2 * few, _INSPECTED)
+            is_told = others >= max(share * len(before), 2 * few, _OTHERS)
             text += f"; the {at} before them had {others}"
         else:
-            is_told = last >= since + _LONG and not is_ordered and bits.max() >= _BITS
-            is_told &= fallen > (1 - _FALLEN) * abs(losses[0])
+            is_told = is_late and has_fallen and bits.max() >= _BITS and (run.batches > 1 or not is_ordered)
             text += f"; the loss has fallen from {losses[0]:.4g} to {losses[-1]:.4g}"
         if is_told and self.begins("repeats", last):
             causes, more = _STUCK if is_ordered else _SUBSET, {"different": few, "inspected": count}
@@ -313,12 +320,12 @@ class RepeatedBatch(_RankRule):
 
 
 _STUCK = (
-    "next(iter(loader)) in every step, an iterator or cache that no longer advances, or an index that stays the same",
+    "the same batch in every step: next(iter(loader)), an iterator or cache that no longer advances, or a fixed index",
     "inputs that are replaced by constants",
 )
 _SUBSET = (
     "a debugging subset or a max_samples limit that was left in the data set",
-    "an iterator or cache that returns the same few samples",
+    "an iterator or cache that returns the same samples again",
     "a replay buffer that holds only a few",
 )
 _LOOK = ("print the inputs of two steps, right before the model, and compare them",)

@@ -86,7 +86,7 @@ class ExplodingGradient(SpikeRule):
 _FALLEN = (
     "a softmax or sigmoid before a loss that applies its own, or a smaller factor on the loss or the inputs",
     "a part of the model that was detached or overwritten, or whose weights decay to zero",
-    "batches that have become easier, or are the same again and again",
+    "the same batches again and again, or a few samples that are known by heart",
 )
 
 
@@ -453,7 +453,7 @@ class Underflow(LastingRule):
     """
 
     name = "underflow"
-    explains = ("dead-gradient", "vanishing-gradient", "small-second-moment", "unchanged-parameter", "no-learning")
+    explains = ("dead-gradient", "vanishing-gradient", "small-second-moment", "unchanged-parameter")
     causes = TOO_SMALL
     advice = (
         "scale the loss: gradstat.amp.GradScaler",

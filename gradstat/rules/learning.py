@@ -1,4 +1,4 @@
-"""Rules on trainings that do not learn: a loss that stays at chance or falls without end, and weights that run away."""
+"""Rules on losses that fall at once or without end, and on weights that run away or hardly move."""
 
 from __future__ import annotations
 
@@ -8,27 +8,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import WRONG_SIGN, PerName, carried, directions, median, sizes_of_weights
-from gradstat.rules.beginnings import FarBeginning
-from gradstat.rules.course import CHANCE, FLAT, HALF, LARGE_EPS, SCALED, SOON, SPAN, USUAL_EPS, LearningRule, look_fresh
-from gradstat.rules.output_facts import OutputFacts
-from gradstat.rules.outputs import UnrelatedOutputs
+from gradstat.rules.base import CHANGED, WRONG_SIGN, PerName, bounded, carried, directions, median, sizes_of_weights
+from gradstat.rules.course import FLAT, HALF, LARGE_EPS, SCALED, SOON, SPAN, USUAL_EPS, LearningRule, look_fresh
 from gradstat.rules.rows import Rows, Window
 
-# Norms of all weights, as shares of the first, beyond which they have shrunk or grown by far. In healthy programs of
-# the tests they shrink to 0.97 at most, but for a critic's in a GAN, and grow to 49 where the loss falls.
-_SHRUNK, _GROWN = 0.3, 3.0
-
-_DECAYS = ("a weight decay that is far too large",)
-_LESS_DECAY = "lower the optimizer's weight_decay, by a factor of ten at first"
-_HARD = "inputs that say little about the labels, or terms of the loss that work against each other"
-
-
-def _change_in_words(grown: float) -> str:
-    """How far weights have come whose norm is ``grown`` times the first one; empty if not by far, or if it is NaN."""
-    if grown < _SHRUNK:
-        return f"the norm of all weights has shrunk to {grown:.2g} times its first value"
-    return f"the norm of all weights has grown to {grown:.3g} times its first value" if grown > _GROWN else ""
+# The norm of all weights over the first one, from which on they have grown by far. In healthy programs of the tests it
+# comes to 49 where the loss falls.
+_GROWN = 3.0
 
 
 class NegativeLoss(LearningRule):
@@ -61,6 +47,36 @@ class NegativeLoss(LearningRule):
             yield from self._found_once(int(window.steps[row]), "loss", text, loss=now)
 
 
+class LossDrop(LearningRule):
+    """A loss that falls at once and stays there: 16 lie below all of the 32 before, by 0.4 of what these vary over.
+
+    A learning rate that changes by half explains that, and with another optimizer nothing is reported.
+    """
+
+    name = "loss-drop"
+    explains = ("vanishing-gradient", "exploding-gradient", "equal-targets", "unrelated-outputs")
+    causes = CHANGED
+    advice = ("print each term of the loss before and after this step, and inspect a batch of each",)
+
+    # In healthy programs, 0.27 of what it varied over, or more where a flat one begins to fall: by 3 % of itself.
+    _FAR, _LEAST, _OTHER = 0.4, 0.1, 1.5
+
+    _rates = carried(list[float]())  # of the last looks
+
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        self._rates = [*self._rates, *bounded([self._rate])][-SPAN // SOON :]
+        is_other = max(self._rates) > self._OTHER * min(self._rates)
+        for at in () if is_other or window.run.has_other_optimizer else range(HALF + 1, len(self._recent) - SOON + 1):
+            before, after = self._recent[at - HALF : at], self._recent[at : at + SOON]
+            low, level, now = min(before), median(before), median(after)
+            is_far = low - max(after) > self._FAR * (max(before) - low)
+            if is_far and level - now > self._LEAST * abs(level):
+                text = f"the loss falls from about {level:.4g} to about {now:.4g} at once"
+                causes = (*WRONG_SIGN * (low > 0 > max(after)), *CHANGED)
+                yield from self._found_once(self._until - len(self._recent) + at + 1, "loss", text, causes=causes)
+                return
+
+
 class GrowingWeights(LearningRule):
     """Weights that grow to three times their norm, and far above usual initial sizes, while the loss stays high.
 
@@ -68,7 +84,7 @@ class GrowingWeights(LearningRule):
     """
 
     name = "growing-weights"
-    explained_by = ("negative-loss", "no-learning", "unrelated-outputs")
+    explained_by = ("negative-loss", "unrelated-outputs")
     causes = (
         "a learning rate far too high",
         "no warm-up and no gradient clipping, so that early updates were too large",
@@ -95,9 +111,8 @@ class GrowingWeights(LearningRule):
         loss, chance = median(self._recent[-HALF:]), self._chance
         # Weights that began small have to grow. A loss may also begin at 0, and rise, as weights grow less.
         if share and loss > share * chance > (0 if grown > self._FAR else 0.01 * loss):
-            words = _change_in_words(grown) or f"the norm of all weights is {grown:.2g} times its first value"
-            text = f"{words} after {self._count} steps; the loss is {loss:.4g}, and "
-            text += f"{'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
+            text = f"the norm of all weights has grown to {grown:.3g} times its first value after {self._count} steps; "
+            text += f"the loss is {loss:.4g}, and {'guessing gives' if self._classes else 'it began at'} {chance:.4g}"
             yield from self._found_once(step, "lr", text, grown=grown, loss=loss)
 
     def _share(self, grown: float, size: float) -> float:
@@ -116,7 +131,7 @@ class TinySteps(LearningRule):
     """
 
     name = "tiny-steps"
-    explains = ("no-learning", "unrelated-outputs", "unchanged-parameter")
+    explains = ("unrelated-outputs", "unchanged-parameter")
     causes = ("a learning rate far too low for this optimizer",)
     advice = ("raise the learning rate, by a factor of ten at first",)
 
@@ -172,101 +187,3 @@ class TinySteps(LearningRule):
             causes.insert(int(rate < self._RATE), SCALED)
         text += f"; the loss began at {first:.4g} and is {now:.4g}"
         yield from self._found_once(0, "lr", text, causes=causes, advice=advice, moved=moved, lr=rate)
-
-
-class NoLearning(LearningRule):
-    """A loss that stays at that of guessing: among the classes, among the samples of a batch, or between two classes.
-
-    Guessing among C classes gives a loss of ln C. The slowest healthy classifiers of gradstat's tests leave it between
-    steps 130 and 230. A model has learned once the median of the last 64 losses is below 0.9 times that, or once more
-    than half of the predictions above chance are right, as where the loss has other terms. Nothing is reported if no
-    outputs were seen, as in a program that calls only parts of the model, or if the loss has several terms and neither
-    predictions nor labels were seen: guessing is no measure for their sum.
-
-    Args:
-        steps: The number of steps after which, and then every 64 steps, the last losses are reviewed, unless the
-            learning rate still rises.
-    """
-
-    name = "no-learning"
-    explained_by = ("negative-loss", "growing-weights", "unrelated-outputs")
-    causes, advice = UnrelatedOutputs.causes, UnrelatedOutputs.advice
-
-    # What the loss may not have fallen by, and the classes from which on that counts: fewer are learned at once.
-    _FALLEN, _MANY = 0.05, 8
-    # Of the first loss: one with other terms may end above chance, though it has learned.
-    _OF_FIRST = 0.7
-    # A share of certain predictions that tells the cause.
-    _CERTAIN = 0.3
-    # How near to guessing among the samples a loss stays, and from which shares of it it may begin.
-    _NEAR, _BEGAN = 0.005, (CHANCE, 1.25)
-
-    _has_learned = carried(False)
-    _norm, _grown = carried(math.nan), carried(math.nan)  # of weights, first and since
-
-    def __init__(self, steps: int = 256) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def _judge_weights(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
-        norm = rows.norm_of_matrices[row]
-        self._norm = norm if math.isnan(self._norm) else self._norm
-        self._grown = norm / max(self._norm, 1e-300)
-        return ()
-
-    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
-        if self._count < SOON + HALF:
-            return
-        fit, is_due = window.outputs.fit, self._count % SPAN == 0 and self._count >= self.steps and not self._is_warm_up
-        has_one_term = fit is not None and not (window.run.loss_is_sum and fit.squares > 0)
-        is_due &= window.outputs.classes > 0 or has_one_term
-        if is_due and not window.run.has_other_optimizer:
-            yield from self._judge_samples(0.0 if fit is None else fit.samples)
-        if self._classes > 1 and not self._has_learned:
-            yield from self._judge_classes(window.outputs, is_due)
-
-    def _judge_samples(self, samples: float) -> Iterator[Finding]:
-        """Judges the last losses without knowing what the model is: as that of two classes, or a contrastive one."""
-        if min(self._recent) <= 0:
-            return
-        now, began = median(self._recent), median(self._first[:SOON])
-        scatter, (low, high) = median(np.abs(np.array(self._recent) - now)), self._BEGAN
-        for count in (2.0, samples, samples - 1, 2 * samples, 2 * samples - 1, 2 * samples - 2):
-            usual = math.log(max(count, 1.0))  # the number of samples may be unknown, and 0
-            is_near = abs(now - usual) < self._NEAR * usual > scatter / 2
-            if is_near and low * usual < began < high * usual:
-                text = f"the loss is {now:.4g} after {self._count} steps; guessing among {count:.0f} gives {usual:.4g}"
-                yield from self._found_once(0, "loss", text, loss=now)
-
-    def _judge_classes(self, outputs: OutputFacts, is_due: bool) -> Iterator[Finding]:
-        """Judges the last losses of a classifier with such ``outputs``."""
-        now, chance = median(self._recent), self._chance
-        if now < FLAT * chance or outputs.right > (1 + 1 / self._classes) / 2:
-            self._has_learned = True
-            return
-        is_flat = self._classes >= self._MANY and median(self._first) - now < self._FALLEN * now
-        is_stuck = (now >= CHANCE * chance or is_flat) and now > self._OF_FIRST * abs(self._first[0])
-        if is_due and is_stuck and not (now < chance and self._is_falling()):
-            text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes gives "
-            name, causes, advice, more = self._likely(outputs.certain)
-            yield from self._found_once(
-                0, name, f"{text}{chance:.4g}{more}", causes=causes, advice=advice, loss=now, chance=chance
-            )
-
-    def _is_falling(self) -> bool:
-        """Whether the mean of the last losses is lower than that of those before by four standard errors."""
-        halves = np.reshape(self._recent, (2, -1))
-        before, now = halves.mean(1).tolist()
-        return bool(before - now > 4 * math.sqrt(halves.var(1).sum() / HALF))
-
-    def _likely(self, certain: float) -> tuple[str, tuple[str, ...], tuple[str, ...], str]:
-        """The series that is to blame, causes and advice, and an addition to the text, by what the rows show."""
-        change = _change_in_words(self._grown)
-        if change and self._grown > 1:
-            return "lr", GrowingWeights.causes, GrowingWeights.advice, f"; {change}"
-        if change:
-            return "weight_decay", _DECAYS, (_LESS_DECAY,), f"; {change}"
-        if certain > self._CERTAIN:
-            return "loss", FarBeginning.causes, FarBeginning.advice, f"; {certain:.0%} of the predictions are saturated"
-        text = "; predictions are not saturated, and weights keep their norm"
-        return "loss", (*self.causes, _HARD), self.advice, text

@@ -38,7 +38,7 @@ class LearningRateJump(Rule):
 
     name = "learning-rate-jump"
     quiet = 10
-    explains = ("loss-spike", "exploding-gradient", "parameter-jump", "growing-weights", "no-learning")
+    explains = ("loss-spike", "exploding-gradient", "parameter-jump", "growing-weights")
     causes = (
         "a scheduler that is stepped twice, or per batch though it counts epochs (or the reverse)",
         "warm-up and decay that do not meet: the decay does not begin at the learning rate where the warm-up ends",
@@ -159,7 +159,7 @@ class LongWarmUp(LearningRule):
 
     name = "long-warm-up"
     explained_by = ("tiny-steps",)
-    explains = ("tiny-steps", "no-learning", "unrelated-outputs", "unchanged-parameter")
+    explains = ("tiny-steps", "unrelated-outputs", "unchanged-parameter")
     causes = ("a learning rate warm-up over far too many steps, or one that is stepped per epoch instead of per step",)
     advice = ("warm up over a tenth of all steps or less, and call scheduler.step() once per step",)
     judges_end = True
@@ -217,7 +217,7 @@ class HeavyDecay(RowsRule):
 
     name = "heavy-decay"
     kinds = ("parameter",)
-    explains = ("dead-gradient", "no-learning", "unrelated-outputs")
+    explains = ("dead-gradient", "unrelated-outputs")
     causes = ("a weight decay that is far too large",)
     advice = ("lower the optimizer's weight_decay, or use one that decouples it from the gradients, as AdamW",)
 

@@ -13,7 +13,7 @@ from gradstat.rules.course import LARGE_EPS, SCALED, USUAL_EPS
 from gradstat.rules.rows import Rows, Window
 
 _EFFECTS = (  # of steps that follow other gradients than the last ones
-    "parameter-jump", "exploding-gradient", "loss-spike", "growing-weights", "no-learning", "unrelated-outputs",
+    "parameter-jump", "exploding-gradient", "loss-spike", "growing-weights", "unrelated-outputs",
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class UnusedGradients(Rule):
     """
 
     name = "unused-gradients"
-    explains = ("unchanged-parameter", "no-learning", "unrelated-outputs")
+    explains = ("unchanged-parameter", "unrelated-outputs")
     causes = (
         "gradients are zeroed before each micro-batch instead of once per step, or optimizer.step() is left out",
         "gradients that the program reads and then zeroes on purpose: then leave this rule out of rules=",

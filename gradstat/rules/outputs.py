@@ -10,6 +10,7 @@ import numpy as np
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Records, carried, median
 from gradstat.rules.course import SOON, SPAN, LearningRule
+from gradstat.rules.data import SMALL_BATCH
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Window
 
@@ -30,7 +31,7 @@ class ActivatedOutputs(LearningRule):
     """
 
     name = "activation-before-softmax"
-    explains = ("no-learning", "unrelated-outputs", "vanishing-gradient")
+    explains = ("unrelated-outputs", "vanishing-gradient")
     causes = ("a softmax, sigmoid or ReLU before a loss that expects logits and applies its own",)
     advice = ("remove the activation: pass the loss what the last layer returns",)
 
@@ -66,7 +67,7 @@ class SoftmaxDimension(LearningRule):
     """A softmax over the samples or the positions of a sequence, instead of the classes."""
 
     name = "softmax-dimension"
-    explains = ("no-learning", "unrelated-outputs")
+    explains = ("unrelated-outputs",)
     causes = ("a softmax or log_softmax without dim=, or with the dimension of the samples as dim=",)
     advice = ("pass the dimension of the classes as dim=: -1 if it is the last",)
 
@@ -86,10 +87,10 @@ class EqualTargets(LearningRule):
     """Batches whose labels are all of one class or of few, each of others, or whose targets are all equal."""
 
     name = "equal-targets"
-    explains = ("no-learning", "unrelated-outputs", "loss-spike", "vanishing-gradient")
+    explains = ("unrelated-outputs", "loss-spike", "vanishing-gradient")
     causes = (
         "data that is sorted by class and not shuffled",
-        "labels that were lost, or read from the wrong column",
+        "labels or targets that are constant: never filled, or read from the wrong column",
         "one class that is far more frequent than all others",
     )
     advice = ("shuffle the data: DataLoader(..., shuffle=True)", _LOOK)
@@ -189,7 +190,9 @@ class EqualTargets(LearningRule):
             are_many = may_begin and sum(counts) >= self._ALIKE
             is_odd = is_same and is_long and (are_many or (not are_classes and self._has_collapsed()))
         if is_odd:
-            yield from self._found_once(int(steps[0]) if before else 0, "logits", text, "output", labels=sum(counts))
+            causes = SMALL_BATCH * (before > 0 and max(counts) == 1) + self.causes
+            since = int(steps[0]) if before else 0
+            yield from self._found_once(since, "logits", text, "output", causes=causes, labels=sum(counts))
 
 
 # The share of pairs with opposite residuals from which on it tells something that none of all pairs cross. For targets
@@ -232,10 +235,10 @@ class UnrelatedOutputs(LearningRule):
     """
 
     name = "unrelated-outputs"
-    explained_by = ("negative-loss", "no-learning")
+    explained_by = ("negative-loss",)
     causes = (
         "labels that do not belong to the inputs, or are random",
-        "inputs without information: zero, constant, or of a scale that the model does not expect",
+        "inputs without information: zero, constant, masked, or of a scale that the model does not expect",
         "a learning rate far too low or too high for this model",
     )
     advice = (
@@ -244,8 +247,8 @@ class UnrelatedOutputs(LearningRule):
     )
 
     # Healthy models of the tests are related by then. A correlation is small below this, and below so many standard
-    # errors; above it and above more of them it is known.
-    _STEPS, _RELATED, _FEW, _MANY = 240, 0.1, 2, 3
+    # errors; above it and above more of them it is known. One of this size in one batch is none by chance.
+    _STEPS, _RELATED, _FEW, _MANY, _SURE = 240, 0.1, 2, 3, 0.4
     # A loss of another kind is flat from this share of the first 64 losses on. Gradients tell its residuals unless some
     # samples weigh far more than others: errors relative to targets near 0 have an evenness up to 0.055.
     _FLAT, _EVEN = 0.7, 0.06
@@ -265,7 +268,7 @@ class UnrelatedOutputs(LearningRule):
 
     _ratios = carried(Records(3))  # of the last batches: squared gradients, also over the loss, per sum and mean
     _related = carried(list[float]())  # the last correlations, since targets are known
-    _since = carried(0)  # the last step in which outputs followed
+    _since = carried(-1)  # the last step in which outputs followed, or the loss had fallen
 
     def judge(self, window: Window) -> Iterable[Finding]:
         for seen in () if window.run.has_other_optimizer else window.observed("outputs"):
@@ -289,6 +292,7 @@ class UnrelatedOutputs(LearningRule):
             are_squares, is_known = is_known, is_known or (is_flat and (is_like_squares or are_several))
             related = min((fit.outputs - scale * fit.cross) / math.sqrt(fit.outputs * targets), 1.0)
             self._related = [*self._related, related][-self._BATCHES :] if is_known else []
+            self._since = step if related > self._SURE or not (is_known or is_flat) else self._since
             is_far = are_squares and fit.squares > 0 and is_flat and targets > self._FAR**2 * fit.outputs
             does_follow = is_far and np.mean(self._related[-3:]) > self._FOLLOWS
             if does_follow and self._GROW <= step < 2 * self._GROW:
@@ -319,7 +323,6 @@ class UnrelatedOutputs(LearningRule):
         error = float(np.std(self._related, ddof=1)) / math.sqrt(self._BATCHES)
         if related > max(self._RELATED, self._MANY * error):
             self._is_over = step >= self._STEPS
-            self._since = step
         elif step >= self._STEPS and related < min(self._RELATED, is_estimate + self._FEW * error):
             text = f"the correlation of outputs and targets is {related:.2g} after {step} steps, no more than by chance"
-            yield from self._found_once(self._since, "loss", text, correlation=related, loss=loss)
+            yield from self._found_once(self._since + 1, "loss", text, correlation=related, loss=loss)

@@ -188,6 +188,7 @@ class RunSettings:
             ``"eps of group 0"``.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
         planned_steps: How many steps the framework will take in all; 0 if not known.
+        batches, samples: How many of them the framework has in an epoch; 0 if not known.
         is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
         is_unfinished: Whether an exception has ended the last step before its gradients were measured.
@@ -211,6 +212,8 @@ class RunSettings:
     settings: Mapping[str, float] = field(default_factory=dict)
     initial_lrs: tuple[float, ...] = ()
     planned_steps: int = 0
+    batches: int = 0
+    samples: int = 0
     is_stepped_by_user: bool = True
     origin_is_unknown: bool = False
     is_unfinished: bool = False

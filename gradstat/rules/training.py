@@ -201,7 +201,7 @@ class OptimizerCoverage(Rule):
 
     name = "optimizer-coverage"
     quiet = sys.maxsize
-    explains = ("unchanged-parameter", "no-learning", "unrelated-outputs")
+    explains = ("unchanged-parameter", "unrelated-outputs")
     causes = (
         "the optimizer was made before layers were added, replaced, tied or moved",
         "layers were frozen after the optimizer was made",

@@ -101,6 +101,7 @@ def test_a_warm_up_that_is_longer_than_the_training_is_told_before_it_ends() -> 
         fit(callback, Warming(), 90, max_steps=max_steps)
         told = [found.text for found in callback.monitor.findings if found.rule == "long-warm-up"]
         assert ["after 70, but the run has 60" in text for text in told] == [True] * is_told
+        assert (callback.watched[0].batches, callback.watched[0].samples) == (90, 360)
 
 
 def scaled() -> dict[str, Any]:

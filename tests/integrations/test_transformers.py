@@ -311,8 +311,10 @@ def test_a_warm_up_that_is_longer_than_the_training_is_told_before_it_ends(
     make: Make, warmup_steps: int, is_told: bool
 ) -> None:
     trainer = make(max_steps=60, warmup_steps=warmup_steps)
-    install(trainer)
+    handle = install(trainer)
     texts = [text for text in warnings_of(trainer.train) if "long-warm-up" in text]
     assert ["come to the 0.01 that its scheduler warms up to after 70, but" in text for text in texts] == [
         True
     ] * is_told
+    known = handle.watched[0].batches, handle.watched[0].samples
+    assert known == (len(trainer.get_train_dataloader()), len(trainer.train_dataset))  # type: ignore[arg-type]

@@ -280,7 +280,7 @@ def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
         ("nonfinite-batch", "error", 7),
         ("nonfinite-loss", "error", 7),
         ("nonfinite-parameter", "error", 8),
-        ("no-learning", "info", 1),
+        ("growing-weights", "info", 1),
     )
     recording = Recording(np.arange(9), {}, {}, [info, parameter, loss, batch])
     assert [*Diagnosis.of(recording).findings] == [batch, loss, parameter, info]
@@ -298,7 +298,7 @@ def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
         ([("unrelated-outputs", "warning", 9), ("learning-rate-jump", "warning", 8)], [1, 0], ""),
         ([("loss-spike", "warning", 9), ("learning-rate-jump", "info", 8)], [0], ""),
         (
-            [("no-learning", "warning", 0), ("unrelated-outputs", "warning", 3), ("equal-targets", "warning", 5)],
+            [("growing-weights", "warning", 0), ("unrelated-outputs", "warning", 3), ("equal-targets", "warning", 5)],
             [2, 0, 1],
             "",
         ),

@@ -423,7 +423,7 @@ def test_texts_have_the_contrast_of_wcag_aa() -> None:
 
 def test_a_run_without_findings_says_what_was_checked_and_what_stood_out(show: Any) -> None:
     made = recording(incident=None)
-    made.meta |= {"rules": ["loss-spike", "no-learning"], "culprit": "", "optimizer": None}
+    made.meta |= {"rules": ["loss-spike", "unrelated-outputs"], "culprit": "", "optimizer": None}
     norms = made.tables["gradient"].column("l2_norm")
     norms[:] = 1
     norms[17, 5] = 53.9
