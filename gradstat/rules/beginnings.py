@@ -107,8 +107,8 @@ class FarBeginning(LearningRule):
 class ConstantWeights(LearningRule):
     """Equal elements in each weight that trains, at first, so that the units of a layer are copies of each other.
 
-    It is not reported if only some weights are, as the last of a branch may be zero, or a gain one; nor for the
-    reciprocal of the number of inputs, of which a layer makes a mean.
+    Also in most of them, but for zeros, as the last of a branch may be zero; not the reciprocal of the number of
+    inputs, of which a layer makes a mean.
     """
 
     name = "constant-weights"
@@ -128,11 +128,14 @@ class ConstantWeights(LearningRule):
         values = parameters.field("min")[0]
         inputs = np.array([math.prod(shape[1:]) for shape in tensors.shapes])
         are_constant = (values == parameters.field("max")[0]) & (np.abs(values * inputs - 1) > self._ROUNDED)
-        # Also those of one column, which may be gains: then matrices are left that vary.
-        if len(judged) > 1 and are_constant[judged].all() and are_constant[tensors.matrices & trains].all():
-            name = parameters.names[judged[0]]
-            text = f"all elements of {name} are equal at the start, and the same holds for every other weight: the "
-            text += "units of a layer stay copies of each other"
+        # All, also those of one column, which may be gains: then matrices are left that vary. Or most, but for zeros.
+        are_all = are_constant[judged].all() and are_constant[tensors.matrices & trains].all()
+        most = are_constant[judged] & (values[judged] != 0) & (inputs[judged] > 1)
+        if len(judged) > 1 and (are_all or 2 * most.sum() > len(judged)):
+            name = parameters.names[judged[0] if are_all else judged[int(most.argmax())]]
+            others = "every other weight" if are_all else "most weights"
+            text = f"all elements of {name} are equal at the start, and the same holds for {others}: units of a layer "
+            text += "stay copies of each other"
             yield from self._found_once(int(parameters.steps[0]), name, text, "parameter", weights=len(judged))
 
 

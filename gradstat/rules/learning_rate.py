@@ -25,9 +25,9 @@ _RAMP = 1.5  # a change by no more than so many times the last one is no jump ei
 # where a model begins to learn.
 _FOLLOWS, _IN_A_ROW, _NORMS = 16, 4, 3
 _ZEROS = 20  # steps of 0 after another rate; schedules touch 0 at their end
-# It is, for `_LASTS` steps in a row, below this fraction of its largest value in the `_WITHIN` steps before; cosine,
-# linear and polynomial schedules come that low in the last two steps.
-_FADES, _WITHIN, _LASTS = 2e-3, 75, 8
+# It is below this fraction of its largest value for so many steps in a row and for this share of all; cosine, linear
+# and quadratic schedules are for a hundredth of theirs at most.
+_FADES, _LASTS, _SHARE = 2e-4, 16, 0.08
 
 
 class LearningRateJump(Rule):
@@ -51,7 +51,7 @@ class LearningRateJump(Rule):
 
     # The last steps with their losses and norms; of jumps that wait: group, step, before, after.
     _signals, _jumps = carried(Records(3)), carried(Records(4))
-    _course = carried(list[float]())  # the last rates of the first group
+    _peak, _low_for = carried(0.0), carried(0)  # of the first group, and steps in a row in which it is nearly nothing
     # By series, as `rate_name` calls them.
     _before, _largest, _change = carried(dict[str, float]()), carried(dict[str, float]()), carried(dict[str, float]())
     _scheduled, _zero_for = carried(dict[str, float]()), carried(dict[str, int]())
@@ -83,7 +83,11 @@ class LearningRateJump(Rule):
             self._before[name] = listed[-1]
             yield from self._review_one(name, window.steps.tolist(), listed)
         for step, rate in zip(window.steps.tolist(), first.tolist(), strict=True):
-            yield from self._follow_course(step, rate if step > 0 else math.nan)
+            self._peak = max(self._peak, rate if step > 0 else 0.0)
+            self._low_for = self._low_for + 1 if 0 < rate < _FADES * self._peak else 0
+            if self._low_for >= max(_LASTS, _SHARE * step) and self.begins("faded", step):
+                text = f"the learning rate has come from {self._peak:.4g} to {rate:.4g}, nearly nothing, and stays so"
+                yield self.found(step - self._low_for + 1, "lr", text, before=self._peak, lr=rate)
         for group, step, before, rate in self._followed(window):
             name = rate_name(int(group))
             if self.begins(f"jump {name}", int(step)):
@@ -109,16 +113,6 @@ class LearningRateJump(Rule):
                 yield jump
             elif len(later_losses) < _FOLLOWS:
                 self._jumps.append(jump)
-
-    def _follow_course(self, step: int, rate: float) -> Iterator[Finding]:
-        """Finds that the rate has come to nearly nothing in a few steps, and stays there."""
-        self._course = [*self._course, *[rate] * math.isfinite(rate)][-_WITHIN - _LASTS :]
-        if not 0 < rate < _FADES * self._largest.get("lr", 0.0):
-            return  # nearly always
-        low, highest = self._course[-_LASTS:], max(self._course[:-_LASTS], default=0.0)
-        if 0 < min(low) <= max(low) < _FADES * highest and self.begins("faded", step):
-            text = f"the learning rate falls from {highest:.4g} to {low[0]:.4g} within {_WITHIN} steps, and stays low"
-            yield self.found(step, "lr", text, before=highest, lr=low[0])
 
     def _review_one(self, name: str, steps: Sequence[int], rates: Sequence[float]) -> Iterator[Finding]:
         """Judges the ``rates`` of a group, of which the first is that before ``steps``; notes where they jump."""

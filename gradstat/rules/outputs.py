@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.rules.base import Records, carried, median
-from gradstat.rules.course import SOON, SPAN, LearningRule
+from gradstat.rules.course import SPAN, LearningRule
 from gradstat.rules.data import SMALL_BATCH
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Window
@@ -104,7 +104,7 @@ class EqualTargets(LearningRule):
     _MOST = 100  # batches that are kept, which is more than any of these needs
     # From the start, targets that are no labels count only if samples have few, since a centre that all samples are
     # drawn to has many, or if the loss falls to this share of the first one.
-    _FEW, _COLLAPSED = 4, 1e-3
+    _FEW, _COLLAPSED = 4, 1e-2
 
     # Labels differ more between the first batches than within them, as an analysis of variance says. The limit of F is
     # higher where the variance may be that of fewer than `_USUAL` rare labels, which one batch may have by chance. Of
@@ -151,7 +151,7 @@ class EqualTargets(LearningRule):
 
     def _has_collapsed(self) -> bool:
         """Whether the loss has fallen as that of a constant does, which a bias alone can learn."""
-        return self._count > SPAN and median(self._recent) < self._COLLAPSED * median(self._first[:SOON])
+        return self._count > SPAN and median(self._recent) < self._COLLAPSED * abs(self._first[0])
 
     def _judge_spread(self, facts: OutputFacts) -> Iterator[Finding]:
         """Judges how labels differ between the first batches."""
