@@ -131,7 +131,7 @@ class ConstantWeights(LearningRule):
         # All, also those of one column, which may be gains: then matrices are left that vary. Or most, but for zeros.
         are_all = are_constant[judged].all() and are_constant[tensors.matrices & trains].all()
         most = are_constant[judged] & (values[judged] != 0) & (inputs[judged] > 1)
-        if len(judged) > 1 and (are_all or 2 * most.sum() > len(judged)):
+        if len(judged) > 1 and (are_all or 2 * most.sum() > (tensors.matrices & trains).sum()):
             name = parameters.names[judged[0] if are_all else judged[int(most.argmax())]]
             others = "every other weight" if are_all else "most weights"
             text = f"all elements of {name} are equal at the start, and the same holds for {others}: units of a layer "

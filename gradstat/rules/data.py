@@ -48,7 +48,7 @@ class BatchRange(RowsRule):
 
     name = "batch-range"
     kinds = INPUT_KINDS
-    causes = ("inputs that are normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
+    causes = ("inputs that are normalised twice or not at all", "other data, units or masks", "a damaged file")
     advice = ("inspect the samples with the extreme values", "normalise and clip the inputs in the data loader")
 
     # By statistic and input: the range so far, and steps in a row beyond it, and how often it was measured.

@@ -50,7 +50,7 @@ class NegativeLoss(LearningRule):
 class LossDrop(LearningRule):
     """A loss that falls at once and stays there: 16 lie below all of the 32 before, by 0.4 of what these vary over.
 
-    A learning rate that changes by half explains that, and with another optimizer nothing is reported.
+    A learning rate that changes 2.5 times explains that, and with another optimizer nothing is reported.
     """
 
     name = "loss-drop"
@@ -59,7 +59,7 @@ class LossDrop(LearningRule):
     advice = ("print each term of the loss before and after this step, and inspect a batch of each",)
 
     # In healthy programs, 0.27 of what it varied over, or more where a flat one begins to fall: by 3 % of itself.
-    _FAR, _LEAST, _OTHER = 0.4, 0.1, 1.5
+    _FAR, _LEAST, _OTHER = 0.4, 0.1, 2.5
 
     _rates = carried(list[float]())  # of the last looks
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.rules.base import Records, carried, median
-from gradstat.rules.course import SPAN, LearningRule
+from gradstat.rules.base import HUGE, Records, carried, median
+from gradstat.rules.course import SOON, SPAN, LearningRule
 from gradstat.rules.data import SMALL_BATCH
 from gradstat.rules.output_facts import Activation, Fit, OutputFacts
 from gradstat.rules.rows import Window
@@ -104,7 +104,7 @@ class EqualTargets(LearningRule):
     _MOST = 100  # batches that are kept, which is more than any of these needs
     # From the start, targets that are no labels count only if samples have few, since a centre that all samples are
     # drawn to has many, or if the loss falls to this share of the first one.
-    _FEW, _COLLAPSED = 4, 1e-2
+    _FEW, _COLLAPSED = 4, 1e-3
 
     # Labels differ more between the first batches than within them, as an analysis of variance says. The limit of F is
     # higher where the variance may be that of fewer than `_USUAL` rare labels, which one batch may have by chance. Of
@@ -151,7 +151,7 @@ class EqualTargets(LearningRule):
 
     def _has_collapsed(self) -> bool:
         """Whether the loss has fallen as that of a constant does, which a bias alone can learn."""
-        return self._count > SPAN and median(self._recent) < self._COLLAPSED * abs(self._first[0])
+        return self._count > SPAN and median(self._recent) < self._COLLAPSED * median(self._first[:SOON])
 
     def _judge_spread(self, facts: OutputFacts) -> Iterator[Finding]:
         """Judges how labels differ between the first batches."""
@@ -237,7 +237,7 @@ class UnrelatedOutputs(LearningRule):
     name = "unrelated-outputs"
     explained_by = ("negative-loss",)
     causes = (
-        "labels that do not belong to the inputs, or are random",
+        "labels or targets that do not belong to the inputs, are random, or all the same",
         "inputs without information: zero, constant, masked, or of a scale that the model does not expect",
         "a learning rate far too low or too high for this model",
     )
@@ -249,9 +249,12 @@ class UnrelatedOutputs(LearningRule):
     # Healthy models of the tests are related by then. A correlation is small below this, and below so many standard
     # errors; above it and above more of them it is known. One of this size in one batch is none by chance.
     _STEPS, _RELATED, _FEW, _MANY, _SURE = 240, 0.1, 2, 3, 0.4
-    # A loss of another kind is flat from this share of the first 64 losses on. Gradients tell its residuals unless some
-    # samples weigh far more than others: errors relative to targets near 0 have an evenness up to 0.055.
-    _FLAT, _EVEN = 0.7, 0.06
+    # A loss of another kind is flat from this share of the first 64 losses on, or of those 64 steps before. Gradients
+    # tell its residuals unless some samples weigh far more than others: errors relative to targets near 0 have an
+    # evenness up to 0.055.
+    _FLAT, _STILL, _LEVELS, _EVEN = 0.7, 0.97, 5, 0.06
+    # Outputs are alike if their variance has come to this share of the first one; in healthy programs, to 0.06.
+    _ALIKE = 0.01
 
     # Targets that vary so many times as much as outputs after so many steps, and a correlation that is none by chance,
     # if the loss is flat. Conventions.
@@ -267,6 +270,8 @@ class UnrelatedOutputs(LearningRule):
     _OF_SQUARES = 0.625
 
     _ratios = carried(Records(3))  # of the last batches: squared gradients, also over the loss, per sum and mean
+    _levels = carried(list[float]())  # medians of losses, the last one and those up to 64 steps before
+    _spreads = carried(list[float]())  # variances of outputs over samples: three first ones, and the last five
     _related = carried(list[float]())  # the last correlations, since targets are known
     _since = carried(-1)  # the last step in which outputs followed, or the loss had fallen
 
@@ -277,12 +282,20 @@ class UnrelatedOutputs(LearningRule):
             loss = window.value("loss", int(window.steps.searchsorted(step)))
             if fit is None or not self._count or self._is_over or not all(map(math.isfinite, (*fit, loss))):
                 continue
+            if fit.samples > 1 and not _are_equal(fit, loss):
+                self._spreads = [*self._spreads[:3], *[*self._spreads[3:], fit.outputs / fit.elements][-5:]]
+            first, last = median(self._spreads[:3] or [0.0]), median(self._spreads[3:] or [HUGE])
+            if step >= self._STEPS and last < self._ALIKE * first and not self._is_warm_up:
+                text = f"outputs of different samples have become alike: after {step} steps they vary "
+                text += f"{math.sqrt(last / first):.2g} times as much as in the first steps"
+                yield from self._found_once(step, "loss", text, loss=loss)
             scale, is_known = self._scale_of(fit, loss)
             targets = fit.targets(scale)
             # Equal targets have a deviation by rounding alone.
             if not fit.outputs or targets <= _ROUNDING * scale**2 * fit.residuals:
                 continue
             is_flat = median(self._recent) > self._FLAT * median(self._first)
+            is_flat |= len(self._levels) == self._LEVELS and self._levels[-1] > self._STILL * self._levels[0] > 0
             has_one_term = not (window.run.loss_is_sum or facts.classes or facts.takes_one)
             is_like_squares = loss > 0 and has_one_term and fit.evenness > self._EVEN
             # Of several labels for each sample, whose correlation is hardly larger at another scale if there is none.
@@ -300,8 +313,12 @@ class UnrelatedOutputs(LearningRule):
                 text = f"outputs follow their targets, but after {step} steps these still vary {times:,.0f} times as "
                 yield from self._found_once(0, "loss", text + "much", causes=_RAW, advice=_STANDARDISE, times=times)
             elif len(self._related) == self._BATCHES and not self._is_warm_up:
-                yield from self._judge_related(step, loss, are_several)
+                yield from self._judge_related(step, loss, are_several or not are_squares)
         yield from self._take(window)
+
+    def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
+        self._levels = [*self._levels, median(self._recent)][-self._LEVELS :]
+        return ()
 
     def _scale_of(self, fit: Fit, loss: float) -> tuple[float, bool]:
         """What the residuals of ``fit`` are to be multiplied by, and whether that is known.
