@@ -367,7 +367,7 @@ def sizes_of(loader: Any) -> tuple[int, int]:
     sizes = [0, 0]
     for i, sized in enumerate((loader, getattr(loader, "dataset", None))):
         with contextlib.suppress(TypeError, NotImplementedError):
-            sizes[i] = len(sized)  # type: ignore[arg-type]
+            sizes[i] = len(sized)
     return sizes[0], sizes[1]
 
 

@@ -236,6 +236,10 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Measures the complete gradients, carries out policies in the same way on every rank, and logs."""
         watched = next((one for one in self.watched if one.optimizer is optimizer), None)
+        if watched is None:  # one that has replaced the watched one is told of by its monitor
+            ids = ids_of(optimizer)
+            of_same = (one for one in self.watched if one.optimizer is not None and ids & ids_of(one.optimizer))
+            watched = next(of_same, None)
         watched = watched or self._watch(trainer, pl_module, optimizer)
         watched.measure()  # does nothing if a scaler has announced that it unscales
         loop = getattr(trainer.fit_loop, "epoch_loop", None)  # knows the step at which Lightning would log now

@@ -25,8 +25,12 @@ from gradstat.adaptive._base import Limit
 from gradstat.monitor.backward_passes import BackwardPasses, State, is_same, state_of
 from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.probes.gradients import Zeroed
+from gradstat.monitor.probes.optimizer import ids_of
 from gradstat.monitor.zeroed_passes import ZeroedPasses
 from gradstat.rules.rows import Observation
+
+# So many calls, two for each step, tell that another optimizer has replaced the watched one.
+_REPLACED = 32
 
 _CLIPS = "calls of clips and loss scalers could not be tracked"
 
@@ -56,6 +60,8 @@ class StepListener:
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
         self._steps_itself = steps_itself  # or a step of this very optimizer has been seen
+        self._trained_ids = ids_of(optimizer) if optimizer is not None else set[int]()
+        self._beside = 0  # calls about steps of other optimizers of its parameters, since its own last step
         self.others: set[str] = set()  # classes of other optimizers whose steps were seen before the first of ours
 
     def listen(self) -> None:
@@ -152,7 +158,7 @@ class StepListener:
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """Measures and clips before ``optimizer`` steps, or in its closure, which computes the gradients."""
         if optimizer is self.optimizer:
-            self._steps_itself, self._thread = True, threading.get_ident()
+            self._steps_itself, self._thread, self._beside = True, threading.get_ident(), 0
         elif not self._steps_in_place(optimizer):
             return closure
         # A step that has raised in a hook or in the optimizer did not end.
@@ -264,9 +270,16 @@ class StepListener:
         return own or self._parameters()
 
     def _steps_in_place(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""
-        if self._steps_itself or any(listener.optimizer is optimizer for listener in announce.listeners()):
+        """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does.
+
+        So does one that has replaced it.
+        """
+        if any(listener.optimizer is optimizer for listener in announce.listeners()):
             return False
+        if self._steps_itself:
+            first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+            self._beside += id(first) in self._trained_ids
+            return self._beside > _REPLACED
         if not self.holds(named_parameters_of(optimizer).parameters):
             self.others.add(type(optimizer).__name__)
             return False

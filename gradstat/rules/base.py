@@ -29,7 +29,7 @@ WRONG_SIGN = ("a loss with the wrong sign, so that training maximises it", "a re
 CHANGED = (
     "inputs, labels or targets changed at this step: shuffled, all the same, masked, scaled, or a few samples only",
     "the loss changed at this step: multiplied by a factor, its sign, a term, or what it averages",
-    "the model changed at this step: its weights, a layer that is dead or was overwritten, an activation, or its mode",
+    "the model changed at this step: its weights, a dead or overwritten layer, a dropout, an activation, or its mode",
 )
 
 

@@ -166,7 +166,7 @@ class TinyWeights(LearningRule):
 _INITIAL = 1e8  # the magnitude above which no initialised parameter begins
 # The size of a layer's weight, as `sizes_of_weights` defines it: up to 2.1 in 44 public programs, if no normal
 # distribution of standard deviation 1.
-_LARGE = 5.0
+_LARGE, _ENOUGH = 5.0, 16
 # The number of inputs up to which a layer may make waves of coordinates, as far as a standard deviation of 1 may be off
 # by chance, and the largest element over it, which is 1.73 in uniform distributions.
 _COORDINATES, _NORMAL, _TAILS = 4, 0.05, 2.5
@@ -186,7 +186,10 @@ def far_off(window: Window, rows: Rows, is_new: Bools) -> Iterator[tuple[str, st
         text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
         yield rows.names[i], text, {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
     layers = {name for seen in window.observed("layers") for name in seen.value}
-    sizes = zip(*sizes_of_weights(rows, 0), strict=True)
+    sizes, shapes = [*zip(*sizes_of_weights(rows, 0), strict=True)], rows.tensors.shapes
+    # Also of a single output.
+    ones = [i for i, shape in enumerate(shapes) if len(shape) > 1 and shape[0] == 1 and math.prod(shape) >= _ENOUGH]
+    sizes += [(i, rows.std[0, i] * math.sqrt(math.prod(shapes[i]))) for i in ones]
     size, i = max(((size, i) for i, size in sizes if fresh[i] and _is_of_layer(rows, i, layers)), default=(0.0, -1))
     if size > _LARGE:
         text = f"{rows.names[i]} begins with {size:.3g} times the standard deviation that preserves activations' scale"

@@ -19,6 +19,7 @@ _COUNT, _, _SPREAD, _LARGEST = _STATISTICS
 # end, in so many measurements in a row is another input. A largest magnitude so many times that before is told at once,
 # and a number of elements if it falls to this part of the smallest.
 _KNOWN, _MARGIN, _LASTS, _FACTOR, _FEWER = 20, 0.01, 16, 100.0, 0.25
+_SAMPLES, _LOOKS = "number of samples of ", 4
 # No initialisation expects inputs that are all smaller than these: a largest magnitude, and a standard deviation. Of
 # some input of 44 public programs the latter is 0.2 or more.
 _TINY, _NARROW = 0.05, 0.005
@@ -54,6 +55,19 @@ class BatchRange(RowsRule):
     # By statistic and input: the range so far, and steps in a row beyond it, and how often it was measured.
     _lowest, _highest = carried(dict[str, float]()), carried(dict[str, float]())
     _beyond, _seen = carried(dict[str, int]()), carried(dict[str, int]())
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        # Of tokens, samples are counted where they are inspected.
+        for seen in window.observed("samples"):
+            for name, _, numbers in seen.value:
+                count, key = float(len(numbers)), _SAMPLES + name
+                low = self._lowest.get(key, count)
+                self._beyond[key] = self._beyond.get(key, 0) + 1 if count <= _FEWER * low else 0
+                self._lowest[key] = min(low, count) if self._beyond[key] == 0 else low
+                if self._beyond[key] == _LOOKS and self.begins("samples", seen.step):
+                    text = f"the {key} has been {count:.0f} in {_LOOKS} batches that were inspected; before, it was "
+                    yield self.found(seen.step, name, f"{text}{low:.0f} or more", name[:5], causes=SMALL_BATCH)
+        yield from super().review(window)
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         counts = np.broadcast_to(rows.numel, rows.mean.shape)

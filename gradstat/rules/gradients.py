@@ -240,6 +240,7 @@ class DeadGradient(_AbsentGradientRule):
         "a step function on the way to the loss, whose derivative is zero: round, sign, floor",
         "a multiplication by zero on the way to the loss: a mask, a gate, a weight initialised to zero",
         "a parameter that the loss does not depend on, or only in a branch that is not taken",
+        "inputs that are all zero, or all padding",
         _OF_ONE,
     )
     advice = (

@@ -58,8 +58,9 @@ class LossDrop(LearningRule):
     causes = CHANGED
     advice = ("print each term of the loss before and after this step, and inspect a batch of each",)
 
-    # In healthy programs, 0.27 of what it varied over, or more where a flat one begins to fall: by 3 % of itself.
-    _FAR, _LEAST, _OTHER = 0.4, 0.1, 2.5
+    # In healthy programs it falls by 0.27 of what it varied over, or more where a flat one begins to fall: by 3 % of
+    # itself, or over more than four steps. One that comes below zero need not come to rest there.
+    _FAR, _LEAST, _AT_ONCE, _OTHER = 0.4, 0.1, 0.5, 2.5
 
     _rates = carried(list[float]())  # of the last looks
 
@@ -70,9 +71,11 @@ class LossDrop(LearningRule):
             before, after = self._recent[at - HALF : at], self._recent[at : at + SOON]
             low, level, now = min(before), median(before), median(after)
             is_far = low - max(after) > self._FAR * (max(before) - low)
-            if is_far and level - now > self._LEAST * abs(level):
+            is_negative = low > 0 > max(after)
+            is_at_once = is_negative or min(before[-4:]) - max(after[:4]) > self._AT_ONCE * (level - now)
+            if is_far and is_at_once and level - now > self._LEAST * abs(level):
                 text = f"the loss falls from about {level:.4g} to about {now:.4g} at once"
-                causes = (*WRONG_SIGN * (low > 0 > max(after)), *CHANGED)
+                causes = (*WRONG_SIGN * is_negative, *CHANGED)
                 yield from self._found_once(self._until - len(self._recent) + at + 1, "loss", text, causes=causes)
                 return
 

@@ -222,6 +222,7 @@ class HeavyDecay(RowsRule):
     # The share of weights that a decay may take in a step, at most 6e-4 in 52 public programs; at this one, half of
     # what was learned is forgotten in 140 steps, whatever the loss. For how many steps in a row it takes too much.
     _FORGETS, _STEPS = 5e-3, 48
+    _JUMPS = 50.0  # a decay that is set to more times its value; schedules change it slowly
 
     _decay, _since_decay = carried(0.0), carried(0)  # the decay that was added last, and since which step
     _norm, _times = carried(math.nan), carried(0.0)  # then
@@ -256,6 +257,9 @@ class HeavyDecay(RowsRule):
 
     def judge(self, window: Window, rows: Rows, kind: str) -> Iterable[Finding]:
         gradients, decay = window.measured.get("gradient"), window.run.added_decay
+        if decay > self._JUMPS * self._decay > 0 and self.begins("jump", int(rows.steps[0])):
+            text = f"the weight decay jumps from {self._decay:g} to {decay:g}"
+            yield self.found(int(window.steps[0]), "weight_decay", text, decay=decay, before=self._decay)
         if decay != self._decay and gradients is not None:
             self._decay, self._since_decay = decay, int(rows.steps[0])
             pulls, self._norm = gradients.of(rows.names).l2_norm[0], rows.norm_of_matrices[0]

@@ -177,6 +177,8 @@ _NOT_THAWED = ("a network that was frozen while another one trains, and not unfr
 _THAW = ("call requires_grad_(True) on the network before its own steps",)
 # What was trained and is frozen later has this share of all elements.
 _FROZEN = 0.1
+# Copies, such as target networks, have half of the weights, and adapters of a small random model have many.
+_NEARLY = 0.8
 # Frozen on purpose for so many steps of its optimizer is rare in programs whose networks take turns.
 _FROZEN_FOR = 100
 # An optimizer that has stepped before is not the one that trains, if its parameters are changed in every step, and it
@@ -229,7 +231,10 @@ class OptimizerCoverage(Rule):
             began = self._first_look if 0 < seen.value.steps == seen.value.all_steps else seen.step
             severity: Severity | None
             # The first word is what states and findings have.
+            is_asleep = not window.run.has_other_optimizer and _look_new([*seen.value.asleep], window, _NEARLY)
             for key, lacking, severity, words in (
+                ("asleep", seen.value.asleep if is_asleep else [], None,
+                 "is frozen (requires_grad is False), as nearly all weights, and looks newly initialised"),
                 ("absent", seen.value.left_out, None, "has a gradient and is not in the optimizer"),
                 ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
                 ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
@@ -238,7 +243,7 @@ class OptimizerCoverage(Rule):
                  "is trained by the optimizer but is not a parameter of the model; gradstat watches it too"),
             ):  # fmt: skip
                 names = [name for name in lacking if self.begins(f"{key} {name}", seen.step)]
-                causes: tuple[str, ...] = self.causes
+                causes: tuple[str, ...] = self.led_by(_NOT_LOADED) if key == "asleep" else self.causes
                 if names and key == "frozen" and (inner := _inner(names, window)):
                     names, severity = [*inner, *(name for name in names if name not in inner)], None
                     words += ", between layers that train"
@@ -304,13 +309,13 @@ def _inner(frozen: list[str], window: Window) -> list[str]:
     return inner
 
 
-def _look_new(names: list[str], window: Window) -> bool:
-    """Whether the parameters ``names`` have half of all weights, or more, and look newly initialised."""
+def _look_new(names: list[str], window: Window, share: float = 0.5) -> bool:
+    """Whether the parameters ``names`` have this ``share`` of all weights, or more, and look newly initialised."""
     rows = window.latest.get("parameter")
     if rows is None:
         return False
     which, are_weights = np.isin(rows.names, names), rows.tensors.matrices
-    return bool(2 * (which & are_weights).sum() >= are_weights.sum()) and look_fresh(rows, -1, which)
+    return bool((which & are_weights).sum() >= share * are_weights.sum() > 0) and look_fresh(rows, -1, which)
 
 
 def _share_of(names: list[str], window: Window) -> float:

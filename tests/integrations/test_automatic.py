@@ -838,6 +838,20 @@ def test_a_parameter_replaced_in_the_optimizer_is_followed() -> None:
     assert [stats.numel for stats in monitor.latest().report] == [72, 72]
 
 
+@pytest.mark.parametrize("steps", [16, 120])
+def test_an_optimizer_that_replaces_the_watched_one_is_told(steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    with gradstat.auto(model, optimizer, on_anomaly="record") as handle:
+        train(model, optimizer, 50)
+        train(model, torch.optim.SGD(model.parameters(), 0.01), steps)
+        monitor = handle.monitor
+    assert monitor.steps == 50 + max(0, steps - 16)
+    told = [found.text for found in monitor.findings if found.rule == "optimizer-coverage"]
+    assert any("another optimizer (SGD) steps the same parameters" in text for text in told) == (steps > 16)
+
+
 def test_what_the_optimizer_trains_besides_the_model_is_watched_too() -> None:
     """Two critics in one optimizer, of which the monitor is given one."""
     model, _ = made()

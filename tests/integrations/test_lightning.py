@@ -104,6 +104,21 @@ def test_a_warm_up_that_is_longer_than_the_training_is_told_before_it_ends() -> 
         assert (callback.watched[0].batches, callback.watched[0].samples) == (90, 360)
 
 
+@pytest.mark.parametrize("is_one", [False, True])
+def test_an_optimizer_that_replaces_that_of_the_trainer_is_told_by_one_monitor(is_one: bool) -> None:
+    class Replacing(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if not is_one or batch_idx == 0:
+                self.trainer.optimizers = [torch.optim.SGD(self.parameters(), 0.01)]
+
+    callback = GradstatCallback(on_anomaly="record")
+    fit(callback, Replacing(), 120)
+    (monitor,) = callback.monitors
+    assert monitor.steps == 120
+    (told,) = (found.text for found in monitor.findings if found.rule == "optimizer-coverage")
+    assert "another optimizer (SGD) steps the same parameters" in told
+
+
 def scaled() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]}
 

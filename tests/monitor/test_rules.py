@@ -219,11 +219,13 @@ def restored(of: str = "a", kind: str = "parameter", loss: float = 0.0, ranks: i
     return replace(seen("restored", pair, first=30), scalars={"loss": [4.0] + [1.0] * 29 + [loss] * 5})
 
 
-def frozen(*looks: Sequence[str], rows: int = 9, largest: float = 3.0, names: str = "xy") -> Story:
+def frozen(
+    *looks: Sequence[str], rows: int = 9, largest: float = 3.0, names: str = "xy", key: str = "frozen", **run: Any
+) -> Story:
     """In each look, which parameters are frozen of a weight with so many rows and others with 8."""
     weights = [row(max=largest, min=-largest) for _ in names]
     table = Table({0: weights}, names, [(rows, 8), *[(8, 8)] * (len(names) - 1)])
-    return covered(*({"frozen": look} for look in looks), tables={"parameter": table})
+    return covered(*({key: look} for look in looks), tables={"parameter": table}, run=RunSettings(**run))
 
 
 def not_thawed(looks: int, rows: int = 9, thawed: int = -1, has_other_optimizer: bool = True) -> Story:
@@ -287,10 +289,12 @@ def halves(zeros: int, normals: float, steps: int = 10) -> Story:
     return gradients((steps, low), (20 - steps, healthy_rows()), dtype=torch.float16)
 
 
-def begun(weight: float, gradient: list[float] | None = None) -> Story:
+def begun(weight: float, gradient: list[float] | None = None, shape: tuple[int, ...] = (8, 8)) -> Story:
     """The first weight has this size in both measurements, and the bias is even larger."""
-    table = Table(each(range(51), [gradient or row(), row(0.1, 8), row()]))
-    return rows_of("parameter", each((0, 50), [row(weight), row(1e9, 8), row()]), tables={"gradient": table})
+    shapes = [shape, (8,), (8, 8)]
+    table = Table(each(range(51), [gradient or row(), row(0.1, 8), row()]), NAMES, shapes)
+    rows = each((0, 50), [row(weight), row(1e9, 8), row()])
+    return rows_of("parameter", rows, tables={"gradient": table}, names=NAMES, shapes=shapes)
 
 
 def forgetting(decay: float, steps: int = 53, group: int = 0, second: float = math.nan, **run: Any) -> Story:
@@ -685,6 +689,9 @@ STORIES: list[tuple[Any, ...]] = [
     ("one of several batches -> repeated-batch, warning 0 input[0]: the 9 batches of input[0] that were inspected from",
      samples(*turned(8, 9, by=0), batches=2), samples(*turned(8, 8, by=0), batches=2),
      samples(*turned(8, 9, by=0), batches=1), samples(*turned(8, 9, by=0), batches=2, later=1.0)),
+    ("a single sample of tokens -> batch-range, warning 96 input[0]: of input[0] has been 1 in 4 batches that were",
+     samples(*others(5), *([[float(i)] for i in range(4)])), samples(*others(5), *([[float(i)] for i in range(3)])),
+     samples(*others(5), *([[float(i)] * 3 for i in range(4)]))),
     ("few samples in all -> repeated-batch, warning 0 input[0]: the training set has 32 samples; the loss has fallen",
      samples(*others(9), samples=32), samples(*others(8), samples=32), samples(*others(9), samples=33),
      samples(*others(9), samples=32, later=1.0)),
@@ -771,6 +778,10 @@ STORIES: list[tuple[Any, ...]] = [
     ("trained weights are frozen -> optimizer-coverage, info 0 x: is frozen", frozen("x")),
     ("new weights are frozen -> optimizer-coverage, warning 0 x: and looks newly initialised: nothing has trained it",
      frozen("x", rows=2, largest=1.7)),
+    ("nearly all weights are new and frozen -> optimizer-coverage, warning 0 v: as nearly all weights, and looks newly",
+     frozen("vwxy", names="vwxyz", largest=1.7, key="asleep"), frozen("vwx", names="vwxyz", largest=1.7, key="asleep"),
+     frozen("vwxy", names="vwxyz", key="asleep"),
+     frozen("vwxy", names="vwxyz", largest=1.7, key="asleep", has_other_optimizer=True)),
     ("few new weights are frozen -> optimizer-coverage, info 0 x: is frozen", frozen("x", largest=1.7, names="xyz")),
     ("what is not thawed -> optimizer-coverage, info 0 x: is frozen + warning 0 x: whenever its optimizer steps",
      not_thawed(3)),
@@ -818,6 +829,8 @@ STORIES: list[tuple[Any, ...]] = [
      one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0])),
     ("a weight that begins huge -> parameter-jump, error 0 a.weight: has an element of magnitude 1.1e+08 at the start",
      begun(1.1e8), begun(1.1e8, ABSENT), one("parameter", [1e9])),
+    ("a large weight of one output -> parameter-jump, warning 0 a.weight: begins with 32 times the standard deviation",
+     begun(4.0, shape=(1, 16)), begun(0.6, shape=(1, 16)), begun(4.0, shape=(1, 15))),
     ("a weight that begins large -> parameter-jump, warning 0 a.weight: begins with 11.3 times the standard",
      begun(4.0), begun(1.76), begun(4.0, ABSENT), unbiased(4.0)),
     ("a norm that grows -> parameter-jump, error 150 x: the norm of x grows from 13.6 to 68.8",
@@ -1034,9 +1047,10 @@ STORIES: list[tuple[Any, ...]] = [
      series("scaled_clip", [1.0] * 4)),
     ("a clip to next to nothing -> tiny-clip, warning 0 norm: their norm was at least 1 in 32 steps: 10,000 times the",
      clipped(1e-4), clipped(1e-4, 32), clipped(0.011), clipped(1e-4, gaps=1), clipped(1e-4, lr=20.0)),
-    ("a loss that falls at once -> loss-drop, warning 200 loss: the loss falls from about 1 to about 0.81 at once",
-     losses(dropped(0.81)[:224]), losses(dropped(0.81)[:223]), losses(dropped(0.83)), losses(dropped(0.91, 0.01)),
-     losses(dropped(0.81), lr=[0.1] * 190 + [0.03] * 74), losses(dropped(0.81), run=RIVAL)),
+    ("a loss that falls at once -> loss-drop, warning 200 loss: the loss falls from about 1 to about 0.75 at once",
+     losses(dropped(0.75)[:224]), losses(dropped(0.75)[:223]), losses(dropped(0.83)), losses(dropped(0.91, 0.01)),
+     losses([*dropped(0.75)[:200], *np.linspace(0.89, 0.6, 16), *[0.6] * 48]),
+     losses(dropped(0.75), lr=[0.1] * 190 + [0.03] * 74), losses(dropped(0.75), run=RIVAL)),
     ("a loss without a lowest value -> negative-loss, warning 63 loss: from about 2 to about -61, ever faster",
      losses([2.0] * 16 + [1.0] * 16 + [-20.0] * 16 + [-61.0] * 16), losses([2.0] * 16 + [1.0] * 32 + [-61.0] * 16),
      losses([2.0] * 16 + [1.0] * 16 + [-9.0] * 16 + [-20.0] * 16), losses([2.0] * 16 + [-15.0] * 16 + [-24.0] * 16),
@@ -1469,6 +1483,18 @@ def test_a_decay_that_is_set_in_the_middle_is_judged_by_its_first_gradients(
         for window in story.windows(10)
     ]
     assert [one.step for one in findings(new("heavy-decay"), windows)] == told
+
+
+@pytest.mark.parametrize(("later", "told"), [(0.06, ["the weight decay jumps from 0.001 to 0.06"]), (0.04, [])])
+def test_a_decay_that_is_set_to_far_more_is_told(later: float, told: list[str]) -> None:
+    shown: Any = {"names": ["a.weight"], "shapes": [(8, 8)]}
+    tables = {"gradient": Table({0: [row(9.0)], 50: [row(9.0)]}, **shown)}
+    story = rows_of("parameter", {0: [row()], 50: [row()]}, 60, tables=tables, **shown)
+    windows = [
+        replace(window, run=RunSettings(added_decay=0.001 if window.steps[0] < 50 else later))
+        for window in story.windows(10)
+    ]
+    assert [one.text for one in findings(new("heavy-decay"), windows)] == told
 
 
 @pytest.mark.parametrize(

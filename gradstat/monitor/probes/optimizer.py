@@ -126,7 +126,8 @@ class OptimizerSteps(Probe):
         """Compares the optimizer with the watched parameters."""
         groups, pairs = self._optimizer.param_groups, list(zip(named.names(), named.parameters, strict=True))
         trained, watched = ids_of(self._optimizer), set(map(id, named.parameters))
-        frozen = [(name, id(p)) for name, p in pairs if not p.requires_grad and id(p) in trained]
+        every = [(name, id(p)) for name, p in pairs if not p.requires_grad]
+        frozen = [one for one in every if one[1] in trained]
         anywhere = trained if watched <= trained else trained | ids_of_all()
         lacking = [(name, p) for name, p in pairs if p.requires_grad and id(p) not in anywhere]
         besides = list(self.run.trained.besides._parameters)
@@ -137,6 +138,7 @@ class OptimizerSteps(Probe):
             unused=[name for name, parameter in lacking if parameter.grad is None],
             frozen=[name for name, _ in frozen],
             frozen_since=[name for name, key in frozen if key in self._trainable],
+            asleep=[name for name, key in every if key not in trained],
             unknown=[
                 f"param_groups[{g}]['params'][{i}]"
                 for g, group in enumerate(groups if not trained <= watched else ())
@@ -183,6 +185,7 @@ class Coverage(NamedTuple):
     beside: str = ""  # its class
     age: float = math.inf  # the steps that its states count, right after the last look; infinity if not known
     all_steps: int = 0  # that it has taken since the monitor was made
+    asleep: Sequence[str] = ()  # frozen, and not in the optimizer
 
 
 def _age_of(state: Any) -> float:
