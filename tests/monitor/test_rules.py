@@ -588,6 +588,11 @@ def dropped(level: float, spread: float = 0.1) -> list[float]:
     return [1 + spread * (-1) ** i for i in range(200)] + [level] * 64
 
 
+def fallen(level: float) -> list[float]:
+    """160 losses that fall from 1 to a ``level``."""
+    return [(1 - level) * 0.6**i + level for i in range(160)]
+
+
 def noisy(level: Sequence[float], deviation: float, seed: int = 0) -> list[float]:
     return (np.asarray(level) + np.random.default_rng(seed).normal(0, deviation, len(level))).tolist()
 
@@ -1051,6 +1056,8 @@ STORIES: list[tuple[Any, ...]] = [
      losses(dropped(0.75)[:224]), losses(dropped(0.75)[:223]), losses(dropped(0.83)), losses(dropped(0.91, 0.01)),
      losses([*dropped(0.75)[:200], *np.linspace(0.89, 0.6, 16), *[0.6] * 48]),
      losses(dropped(0.75), lr=[0.1] * 190 + [0.03] * 74), losses(dropped(0.75), run=RIVAL)),
+    ("a loss that falls to nothing -> loss-drop, warning 0 loss: the loss is 0.0004 after 160 steps, 0.0004 times its",
+     losses(fallen(4e-4)), losses(fallen(4e-4)[:159]), losses(fallen(6e-4)), losses(fallen(4e-4), run=RIVAL)),
     ("a loss without a lowest value -> negative-loss, warning 63 loss: from about 2 to about -61, ever faster",
      losses([2.0] * 16 + [1.0] * 16 + [-20.0] * 16 + [-61.0] * 16), losses([2.0] * 16 + [1.0] * 32 + [-61.0] * 16),
      losses([2.0] * 16 + [1.0] * 16 + [-9.0] * 16 + [-20.0] * 16), losses([2.0] * 16 + [-15.0] * 16 + [-24.0] * 16),
