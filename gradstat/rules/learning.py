@@ -60,8 +60,8 @@ class LossDrop(LearningRule):
     """A loss that falls at once and stays there: 16 lie below all of the 32 before, by 0.4 of what these vary over.
 
     A learning rate that changes 2.5 times explains that, and with another optimizer nothing is reported. Also one that
-    is a 2,000th of its first value after 160 steps, by its median of 64: in 200 healthy public programs it has come to
-    a 500th at most.
+    is a 2,000th of its first value after 160 steps, by its median of 64: in 190 healthy runs of public programs it is
+    a 550th at least.
     """
 
     name = "loss-drop"
@@ -77,20 +77,24 @@ class LossDrop(LearningRule):
     _rates = carried(list[float]())  # of the last looks
 
     def _judge_losses(self, window: Window, row: int) -> Iterable[Finding]:
-        now, first = median(self._recent), self._first[0]
-        if self._count == self._EARLY and 0 <= now < self._NOTHING * first and not window.run.has_other_optimizer:
+        if window.run.has_other_optimizer:
+            return
+        first = self._first[0]
+        if self._count == self._EARLY and 0 <= (now := median(self._recent)) < self._NOTHING * first:
             text = f"the loss is {now:.3g} after {self._count} steps, {now / first:.2g} times its first value: no real "
             yield from self._found_once(0, "loss", text + "task is as easy", causes=_EASY, advice=_LOOK)
             return
         self._rates = [*self._rates, *bounded([self._rate])][-SPAN // SOON :]
-        is_other = max(self._rates) > self._OTHER * min(self._rates)
-        for at in () if is_other or window.run.has_other_optimizer else range(HALF + 1, len(self._recent) - SOON + 1):
+        if max(self._rates) > self._OTHER * min(self._rates):
+            return
+        for at in range(HALF + 1, len(self._recent) - SOON + 1):
             before, after = self._recent[at - HALF : at], self._recent[at : at + SOON]
-            low, level, now = min(before), median(before), median(after)
-            is_far = low - max(after) > self._FAR * (max(before) - low)
-            is_negative = low > 0 > max(after)
+            low, high = min(before), max(after)
+            if low - high <= self._FAR * (max(before) - low):  # nearly always
+                continue
+            level, now, is_negative = median(before), median(after), low > 0 > high
             is_at_once = is_negative or min(before[-4:]) - max(after[:4]) > self._AT_ONCE * (level - now)
-            if is_far and is_at_once and level - now > self._LEAST * abs(level):
+            if is_at_once and level - now > self._LEAST * abs(level):
                 text = f"the loss falls from about {level:.4g} to about {now:.4g} at once"
                 causes = (*WRONG_SIGN * is_negative, *CHANGED)
                 yield from self._found_once(self._until - len(self._recent) + at + 1, "loss", text, causes=causes)

@@ -315,7 +315,7 @@ def _look_new(names: list[str], window: Window, share: float = 0.5) -> bool:
     if rows is None:
         return False
     which, are_weights = np.isin(rows.names, names), rows.tensors.matrices
-    return bool((which & are_weights).sum() >= share * are_weights.sum() > 0) and look_fresh(rows, -1, which)
+    return bool((which & are_weights).sum() >= share * are_weights.sum()) and look_fresh(rows, -1, which)
 
 
 def _share_of(names: list[str], window: Window) -> float:

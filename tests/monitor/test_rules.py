@@ -467,22 +467,20 @@ def of_sizes(*sizes: float) -> Story:
 
 def learning(
     losses: Sequence[float],
-    mean: float = 0.0,
     certain: float = 0.0,
     right: float = 0.0,
-    is_seen: bool = True,
     weights: tuple[float, float] | None = None,
     later: tuple[float, float, float] = (1.0, 1.0, 1.0),
     when: int = 50,
     **scalars: Sequence[float],
 ) -> Story:
-    """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0. Outputs are looked at.
+    """Losses of a classifier with 8 classes, whose gradients' elements cancel. Outputs are looked at.
 
     Guessing has a loss of 2.08. The sizes of its two ``weights`` are those of all parameters ``later``, in the step
     ``when``.
     """
-    tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
-    looks = [Observation("outputs", 0, OutputFacts(certain=certain, right=right, classes=8))] * is_seen
+    tables = {"gradient": Table({0: [row(0.1, mean=0.0), row(0.1, 8, mean=0.0), row(0.1, mean=0.0)]})}
+    looks = [Observation("outputs", 0, OutputFacts(certain=certain, right=right, classes=8))]
     if weights is not None:
         first = [row(weights[0], zeros=1), row(1.0, 8), row(weights[1], zeros=1)]
         grown = [row(size, numel) for size, numel in zip(later, (64, 8, 64), strict=True)]

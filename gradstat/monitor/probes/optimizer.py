@@ -126,8 +126,8 @@ class OptimizerSteps(Probe):
         """Compares the optimizer with the watched parameters."""
         groups, pairs = self._optimizer.param_groups, list(zip(named.names(), named.parameters, strict=True))
         trained, watched = ids_of(self._optimizer), set(map(id, named.parameters))
-        every = [(name, id(p)) for name, p in pairs if not p.requires_grad]
-        frozen = [one for one in every if one[1] in trained]
+        untrained = [(name, id(p)) for name, p in pairs if not p.requires_grad]
+        frozen = [(name, key) for name, key in untrained if key in trained]
         anywhere = trained if watched <= trained else trained | ids_of_all()
         lacking = [(name, p) for name, p in pairs if p.requires_grad and id(p) not in anywhere]
         besides = list(self.run.trained.besides._parameters)
@@ -138,7 +138,7 @@ class OptimizerSteps(Probe):
             unused=[name for name, parameter in lacking if parameter.grad is None],
             frozen=[name for name, _ in frozen],
             frozen_since=[name for name, key in frozen if key in self._trainable],
-            asleep=[name for name, key in every if key not in trained],
+            asleep=[name for name, key in untrained if key not in trained],
             unknown=[
                 f"param_groups[{g}]['params'][{i}]"
                 for g, group in enumerate(groups if not trained <= watched else ())
